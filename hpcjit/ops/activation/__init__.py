@@ -1,0 +1,1 @@
+"""Activations and gated activations, also when they quantise their result."""

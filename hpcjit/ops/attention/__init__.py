@@ -1,0 +1,1 @@
+"""Attention, and the rotary embedding and query-key norms fused with it."""

@@ -1,0 +1,1 @@
+"""Collectives, and whatever is fused with them."""

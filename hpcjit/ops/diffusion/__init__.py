@@ -1,0 +1,1 @@
+"""Fusions of diffusion transformers: gates, shifts and modulated norms."""

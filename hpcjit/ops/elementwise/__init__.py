@@ -1,0 +1,1 @@
+"""Element-wise operators that belong to no other group."""

@@ -1,0 +1,1 @@
+"""Matrix products, dense and scaled."""

@@ -1,0 +1,1 @@
+"""Token masks of constrained decoding."""

@@ -1,0 +1,1 @@
+"""Checks that a KV cache still holds what was written to it."""

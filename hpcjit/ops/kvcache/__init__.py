@@ -1,0 +1,1 @@
+"""Contents of the KV cache: write, copy, quantise, transfer."""

@@ -1,0 +1,1 @@
+"""RMSNorm and LayerNorm, also with a residual added or the result quantised."""

@@ -1,0 +1,1 @@
+"""Expert load balancing by linear programming."""

@@ -1,0 +1,1 @@
+"""State-space models: causal convolution, scan and state update."""

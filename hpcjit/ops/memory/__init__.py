@@ -1,0 +1,1 @@
+"""Copies, gathers and transposes of plain memory."""

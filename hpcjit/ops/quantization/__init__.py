@@ -1,0 +1,1 @@
+"""Conversion to FP8 and other narrow formats."""

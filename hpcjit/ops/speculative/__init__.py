@@ -1,0 +1,1 @@
+"""Speculative decoding: draft trees and their verification."""
