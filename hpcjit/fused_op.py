@@ -54,6 +54,7 @@ def reset_decisions() -> None:
         _epoch += 1
         for op in _instances:
             op._decisions.clear()
+            op._usable.clear()
             op._warned = False
 
 
@@ -78,7 +79,10 @@ def get_fused_op_backend() -> KernelBackend | None:
     if _forced is not None:
         return _forced
     name = settings.read().backend
-    return None if name is None else KernelBackend.of(name)
+    try:
+        return None if name is None else KernelBackend.of(name)
+    except BackendError as error:
+        raise BackendError(f"HPCJIT_BACKEND: {error}") from None
 
 
 @contextlib.contextmanager
@@ -124,6 +128,7 @@ class BaseFusedOp(ABC):
         if not hasattr(self, "op"):
             raise RegistrationError(f"{type(self).__name__} must set op = 'group.name'")
         self._decisions: dict[int, Callable[..., Any]] = {}
+        self._usable: set[tuple[KernelBackend, int]] = set()  # spares named backends a second look for packages
         self._compiled: Callable[..., Any] | None = None
         self._warned = False
         self._per_call = type(self).backend_eligible is not BaseFusedOp.backend_eligible
@@ -203,11 +208,14 @@ class BaseFusedOp(ABC):
     def why_not(self, backend: KernelBackend | str, *args: Any, **kwargs: Any) -> str | None:
         """Why `backend` cannot run here, or None. With call arguments: why it cannot run that call."""
         backend = KernelBackend.of(backend)
-        index = _device_index(args, kwargs) if args or kwargs else None
-        reason = self._why_not_on(backend, PlatformInfo.detect(index))
-        if reason is None and (args or kwargs):
-            reason = self._why_ineligible(backend, args, kwargs)
-        return reason
+        if not args and not kwargs:
+            return self._why_not_on(backend, PlatformInfo.detect())
+        key = (backend, _device_index(args, kwargs))
+        if key not in self._usable:
+            if reason := self._why_not_on(backend, PlatformInfo.detect(key[1])):
+                return reason
+            self._usable.add(key)
+        return self._why_ineligible(backend, args, kwargs)
 
     def _why_not_on(self, backend: KernelBackend, platform: PlatformInfo) -> str | None:
         if getattr(type(self), backend.method) is getattr(BaseFusedOp, backend.method):

@@ -115,13 +115,13 @@ class KernelRegistry:
     def why_not(self, op: str, backend: KernelBackend | str, *args: Any, **kwargs: Any) -> str | None:
         """The requirement that keeps `backend` from running `op` here, or None if nothing does.
 
-        With call arguments the device is that of the first tensor, and a fused operator also checks the call itself.
+        With call arguments a fused operator also checks the call itself, on the device of its first tensor.
         """
         spec = self.get(op, backend)
         if not args and not kwargs:
             return spec.why_not()
         check = getattr(spec.load_owner(), "why_not", None)
-        return check(spec.backend, *args, **kwargs) if check is not None else spec.why_not()
+        return spec.why_not() if check is None else check(spec.backend, *args, **kwargs)
 
 
 def _load_group(group: str) -> None:

@@ -257,7 +257,7 @@ def capabilities_satisfied(capabilities: Capabilities, platform: PlatformInfo) -
 def why_unsatisfied(capabilities: Capabilities, platform: PlatformInfo) -> str | None:
     """The reasons that no capability holds on `platform`, or None when one does or none is required."""
     reasons = sorted({requirement.why_not(platform) or "" for requirement in capabilities})
-    return " or ".join(reasons) if reasons and "" not in reasons else None
+    return "; or ".join(reasons) if reasons and "" not in reasons else None
 
 
 @dataclass(frozen=True)
@@ -321,10 +321,9 @@ class KernelSpec:
         return _resolve(self.target)
 
     def load_owner(self) -> Any:
-        """The object whose attribute the target is: a fused operator, or the module."""
-        module, _, attribute = self.target.partition(":")
-        owner = attribute.rpartition(".")[0]
-        return _resolve(f"{module}:{owner}") if owner else importlib.import_module(module)
+        """The object whose attribute a dotted target is, such as the fused operator; None for a plain function."""
+        owner = self.target.rpartition(".")[0]
+        return _resolve(owner) if ":" in owner else None
 
 
 def check_capabilities(op: str, capabilities: object) -> None:

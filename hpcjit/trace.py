@@ -10,91 +10,30 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
+import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hpcjit import trace_file
+from hpcjit.errors import ArgumentError
 from hpcjit.spec import KernelBackend
+from hpcjit.trace_file import MAX_VALUES_PER_SAMPLE, Scalar, TensorSignature, Trace, TraceRecord, Values, load
 
-MAX_VALUES_PER_SAMPLE = 4096
+__all__ = [
+    "TensorSignature",
+    "Trace",
+    "TraceRecord",
+    "clear_fused_op_trace",
+    "disable_fused_op_trace",
+    "enable_fused_op_trace",
+    "get_fused_op_trace",
+    "load",
+    "save",
+]
+
+MAX_TEXT = 256  # of a scalar
 MAX_VALUES_IN_ALL = 1 << 20
-
-_SIGNATURE = re.compile(r"([a-z]\w*)\[((?:\d+(?:, \d+)*)?)\](?: stride \[(-?\d+(?:, -?\d+)*)\])?", re.ASCII)
-
-Scalar = bool | int | float | str | None
-
-
-@dataclass(frozen=True)
-class TensorSignature:
-    """Dtype, shape, and the strides when the tensor is not contiguous; `str` gives `"bfloat16[2048, 4096]"`."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...] | None = None
-
-    def __str__(self) -> str:
-        text = f"{self.dtype}{list(self.shape)}"
-        return text if self.stride is None else f"{text} stride {list(self.stride)}"
-
-    @classmethod
-    def parse(cls, text: str) -> TensorSignature:
-        """Inverse of `str`.
-
-        Raises:
-            ValueError: `text` is not a signature.
-        """
-        match = _SIGNATURE.fullmatch(text)
-        if match is None:
-            raise ValueError(f"not a tensor signature: {text!r}")
-        shape = _ints(match[2])
-        stride = None if match[3] is None else _ints(match[3])
-        if stride is not None and len(stride) != len(shape):
-            raise ValueError(f"{len(stride)} strides for {len(shape)} dimensions: {text!r}")
-        return cls(match[1], shape, stride)
-
-    @classmethod
-    def of(cls, tensor: Any) -> TensorSignature:
-        stride = None if tensor.is_contiguous() else tuple(tensor.stride())
-        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), stride)
-
-
-def _ints(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(", ")) if text else ()
-
-
-Values = Mapping[str, tuple[Any, ...]]
-
-
-@dataclass
-class TraceRecord:
-    """One signature of calls. `tensors` and `scalars` are by argument name; a tensor in a list is `"name.0"`.
-
-    A sample in `values` holds, by argument name, the elements in order, or `(value, count)` pairs of a histogram.
-    """
-
-    op: str
-    backend: KernelBackend
-    tensors: dict[str, TensorSignature] = field(default_factory=dict)
-    scalars: dict[str, Scalar] = field(default_factory=dict)
-    count: int = 1
-    values: list[Values] = field(default_factory=list)
-
-
-@dataclass
-class Trace:
-    """A snapshot: records in order of first call, and how many calls or values the limits left out."""
-
-    records: list[TraceRecord] = field(default_factory=list)
-    dropped_calls: int = 0
-    dropped_values: int = 0
-
-    def __iter__(self) -> Iterator[TraceRecord]:
-        return iter(self.records)
-
-    def __len__(self) -> int:
-        return len(self.records)
 
 
 class Recorder:
@@ -102,7 +41,7 @@ class Recorder:
 
     def __init__(self, max_signatures: int = 4096, values: bool = False) -> None:
         if max_signatures < 1:
-            raise ValueError(f"max_signatures must be at least 1, got {max_signatures}")
+            raise ArgumentError("enable_fused_op_trace", "max_signatures", "at least 1", max_signatures)
         self._max_signatures = max_signatures
         self._keep_values = values
         self._records: dict[tuple[Any, ...], TraceRecord] = {}
@@ -136,17 +75,17 @@ class Recorder:
     def _sample(
         self, key: tuple[Any, ...], record: TraceRecord, names: Sequence[str], tensors: Mapping[str, Any]
     ) -> None:
-        values = _read_values(names, tensors)  # waits for the device, so outside the lock
-        if values is None:
-            return
+        if _capturing(tensors):
+            return  # reading would break the capture; a later call is sampled
+        values, too_large = _read_values(names, tensors)  # waits for the device, so outside the lock
         size = sum(len(value) for value in values.values())
         with self._lock:
             self._next_sample[key] = 2 * record.count
-            if size == 0 or self._stored_values + size > MAX_VALUES_IN_ALL:
+            if too_large or self._stored_values + size > MAX_VALUES_IN_ALL:
                 self._dropped_values += 1
-                return
-            self._stored_values += size
-            record.values.append(values)
+            elif values:
+                self._stored_values += size
+                record.values.append(values)
 
     def snapshot(self) -> Trace:
         with self._lock:
@@ -189,32 +128,44 @@ def _describe(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, S
 
 
 def _scalar(value: Any) -> Scalar:
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):  # JSON has no NaN or infinity
         return value if math.isfinite(value) else repr(value)
-    return str(value)
+    if isinstance(value, list | tuple):
+        value = str([_scalar(item) for item in value])
+    elif not isinstance(value, str):
+        # Not str() of just anything: an object that holds tensors would print them, which waits for the device.
+        value = str(value) if type(value).__module__ == "torch" else f"<{type(value).__qualname__}>"
+    return value if len(value) <= MAX_TEXT else f"{value[: MAX_TEXT - 3]}..."
 
 
-def _read_values(names: Sequence[str], tensors: Mapping[str, Any]) -> dict[str, tuple[Any, ...]] | None:
-    """The named integer tensors' contents; None while a CUDA graph is being captured, when reading is an error."""
+def _capturing(tensors: Mapping[str, Any]) -> bool:
+    import torch
+
+    return any(tensor.is_cuda for tensor in tensors.values()) and torch.cuda.is_current_stream_capturing()
+
+
+def _read_values(names: Sequence[str], tensors: Mapping[str, Any]) -> tuple[Values, bool]:
+    """The named integer tensors' contents, and whether one was left out for its size."""
     import torch
 
     values: dict[str, tuple[Any, ...]] = {}
+    too_large = False
     for entry in names:
         name, _, how = entry.partition(":")
         tensor = tensors.get(name)
         if tensor is None or tensor.is_floating_point() or tensor.is_meta:
             continue
-        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
+        counts = None
         if how == "histogram":
-            ids, counts = torch.unique(tensor, return_counts=True)
-            if ids.numel() <= MAX_VALUES_PER_SAMPLE:
-                values[name] = tuple(zip(ids.tolist(), counts.tolist(), strict=True))
-        elif tensor.numel() <= MAX_VALUES_PER_SAMPLE:
-            values[name] = tuple(tensor.flatten().tolist())
-    return values
+            tensor, counts = torch.unique(tensor, return_counts=True)
+        if tensor.numel() > MAX_VALUES_PER_SAMPLE:
+            too_large = True
+            continue
+        elements = tensor.flatten().tolist()
+        values[name] = tuple(elements if counts is None else zip(elements, counts.tolist(), strict=True))
+    return values, too_large
 
 
 _recorder: Recorder | None = None
@@ -263,3 +214,8 @@ def get_fused_op_trace() -> Trace:
 def clear_fused_op_trace() -> None:
     """Forget what was recorded, without starting or stopping."""
     _last.clear()
+
+
+def save(path: str | os.PathLike[str], trace: Trace | None = None) -> None:
+    """Write a trace, by default the running or last one, to a file that `load` reads."""
+    trace_file.save(path, get_fused_op_trace() if trace is None else trace)
