@@ -1,0 +1,440 @@
+"""The kernel cache on disk: folders, trust, look-up, publishing, listing.
+
+    <root>/<arch>/<op>/<readable-config>-<key12>/kernel.so, manifest.json     finished binaries
+    <root>/staging/   builds in progress, one private folder per attempt
+    <root>/locks/     one lock file per key, with a note of who holds it
+    <root>/logs/      logs and sources of failed compiles
+    <root>/toolchain.json, headers.json    memos
+
+An entry has two keys. `source_key` is the SHA-256 of what is compiled: generated source, every reachable header, slots,
+architecture, flags, host machine, ABI version. `key` adds the versions of nvcc and the host compiler. A process that can
+compile asks for `key`. One that cannot (no nvcc in a runtime image) or must not (HPCJIT_REQUIRE_WARM) takes the newest
+valid entry with its `source_key`: the same code, built by whichever compiler baked the image.
+
+A binary is machine code that runs with our rights, so nothing is opened from a folder that somebody else can write.
+Correctness rests on private staging, verification and an atomic rename; locks only save work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+import time
+import uuid
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from hpcjit import settings
+from hpcjit.errors import CacheError
+
+FORMAT = 1
+BINARY = "kernel.so"
+MANIFEST = "manifest.json"
+STALE_AFTER_S = 3600
+_NOT_ENTRIES = ("staging", "locks", "logs", "binder")
+_TOUCH_AFTER_S = 3600
+
+
+class CacheWarning(UserWarning):
+    """Something about the cache that costs time but not correctness."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a caller looks for: the names that give the folder, and the two keys (`key` is None without a compiler)."""
+
+    op: str
+    arch: str
+    config: str
+    source_key: str
+    key: str | None
+
+    def folder(self, root: Path) -> Path:
+        return root / self.arch / self.op / f"{self.config}-{(self.key or self.source_key)[:12]}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One finished binary with its manifest."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def binary(self) -> Path:
+        return self.path / BINARY
+
+    @property
+    def op(self) -> str:
+        return str(self.manifest["op"])
+
+    @property
+    def arch(self) -> str:
+        return str(self.manifest["arch"])
+
+    @property
+    def key(self) -> str:
+        return str(self.manifest["key"])
+
+    @property
+    def config(self) -> str:
+        """The config as one readable line."""
+        return str(self.manifest["config_text"])
+
+    @property
+    def size(self) -> int:
+        """Bytes of the binary."""
+        return int(self.manifest["binary_bytes"])
+
+    @property
+    def last_used(self) -> float:
+        """Unix time of the last load, to within an hour."""
+        try:
+            return (self.path / MANIFEST).stat().st_mtime
+        except OSError:
+            return 0.0
+
+    def verify(self) -> None:
+        """Raise CacheError unless folder and binary are trusted and the binary is the one that the manifest describes."""
+        check_trust(self.path)
+        check_trust(self.binary)
+        try:
+            content = self.binary.read_bytes()
+        except OSError as problem:
+            raise CacheError(f"{self.binary}: {problem.strerror or problem}") from problem
+        if len(content) != self.size:
+            raise CacheError(f"{self.binary}: has {len(content)} bytes, its manifest says {self.size}")
+        if hashlib.sha256(content).hexdigest() != self.manifest["sha256"]:
+            raise CacheError(f"{self.binary}: content differs from the hash in its manifest")
+
+    def touch(self) -> None:
+        """Note the use, at most once an hour; silently not on a read-only disk."""
+        if time.time() - self.last_used > _TOUCH_AFTER_S:
+            with contextlib.suppress(OSError):
+                os.utime(self.path / MANIFEST)
+
+
+# --- roots ----------------------------------------------------------------------------------------------------------
+
+
+def configured_root() -> Path | None:
+    """The writable cache folder by configuration: HPCJIT_CACHE_DIR, else the user's cache folder; None without a home."""
+    chosen = settings.read().cache_dir
+    if chosen:
+        return chosen.absolute()
+    # The same folder as platformdirs.user_cache_dir, whose import takes longer than opening a binary.
+    base = os.environ.get("XDG_CACHE_HOME", "").strip()
+    if not base:
+        home = os.path.expanduser("~")
+        base = os.path.join(home, ".cache") if os.path.isabs(home) else ""
+    return Path(base) / "hpcjit" if os.path.isabs(base) else None
+
+
+def layers() -> list[Path]:
+    """Read-only folders that are searched before the writable one."""
+    return [path.absolute() for path in settings.read().cache_path]
+
+
+_checked: dict[Path, str] = {}  # root -> "" when usable, else what is wrong with it
+
+
+def root_problem() -> str:
+    """Why the configured root cannot be written, with the remedy; empty when it can."""
+    root = configured_root()
+    if root is None:
+        return "there is no home folder; set HPCJIT_CACHE_DIR to a folder for the kernel cache"
+    if _checked.get(root) != "" or not root.is_dir():
+        _checked[root] = _open_root(root)
+    return _checked[root]
+
+
+def _open_root(root: Path) -> str:
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_trust(root)
+    except CacheError as problem:
+        return str(problem)
+    except OSError as problem:
+        return f"{root} cannot be created ({problem.strerror or problem}); set HPCJIT_CACHE_DIR to a writable folder"
+    if not os.access(root, os.W_OK | os.X_OK):
+        return f"{root} is read-only; set HPCJIT_CACHE_DIR to a writable folder"
+    return ""
+
+
+def usable_root() -> Path | None:
+    """The writable root if it can be used, without a word if not."""
+    return None if root_problem() else configured_root()
+
+
+def search_roots() -> list[Path]:
+    """Every folder that is searched, in order. A read-only configured root is still searched; an untrusted one is not."""
+    roots = layers()
+    root = configured_root()
+    if root is not None and root.is_dir():
+        roots.append(root)
+    return [*roots, *_private.values()]
+
+
+_private: dict[int, Path] = {}  # by process, so that a forked child does not share (or delete) its parent's
+
+
+def private_root(reason: str) -> Path:
+    """A folder of this process for when the configured one cannot be written. Warns once."""
+    warn_once("private", f"hpcjit cannot use its kernel cache, so this process compiles for itself: {reason}")
+    pid = os.getpid()
+    if pid not in _private:
+        import atexit
+
+        _private.clear()
+        try:
+            _private[pid] = Path(tempfile.mkdtemp(prefix="hpcjit-"))
+        except OSError as problem:
+            raise CacheError(
+                f"no folder can be written for a compile: {reason}; and the temporary one: {problem}"
+            ) from problem
+        atexit.register(_remove_private, pid)
+    return _private[pid]
+
+
+def _remove_private(pid: int) -> None:
+    if pid == os.getpid() and pid in _private:
+        shutil.rmtree(_private[pid], ignore_errors=True)
+
+
+_warned: set[str] = set()
+
+
+def warn_once(topic: str, message: str) -> None:
+    """Emit a CacheWarning, once per process and topic."""
+    if topic not in _warned:
+        _warned.add(topic)
+        warnings.warn(message, CacheWarning, stacklevel=2)
+
+
+def check_trust(path: Path) -> None:
+    """Raise CacheError when somebody else could have written `path`: another owner, or write access for others."""
+    try:
+        status = os.lstat(path)
+        if stat.S_ISLNK(status.st_mode):
+            status = os.stat(path)
+    except OSError as problem:
+        raise CacheError(f"{path}: {problem.strerror or problem}") from problem
+    if status.st_uid not in (os.geteuid(), 0):
+        raise CacheError(
+            f"{path} belongs to another user (uid {status.st_uid}), who could plant code in it; "
+            "take it over with chown, or set HPCJIT_CACHE_DIR to a folder of your own"
+        )
+    if status.st_mode & 0o022:
+        raise CacheError(
+            f"{path} can be written by other users (mode {stat.S_IMODE(status.st_mode):o}), who could plant code in it; "
+            f"run: chmod -R go-w '{path}', or set HPCJIT_CACHE_DIR to a folder of your own"
+        )
+
+
+# --- look-up --------------------------------------------------------------------------------------------------------
+
+
+def find(wanted: Wanted, any_compiler: bool = False) -> Entry | None:
+    """The verified entry for `wanted`, or None. Damaged and untrusted ones are reported once and passed over."""
+    for root in search_roots():
+        for entry in _candidates(root, wanted, any_compiler or wanted.key is None):
+            try:
+                for folder in (root, root / wanted.arch, root / wanted.arch / wanted.op):
+                    check_trust(folder)
+                entry.verify()
+            except CacheError as problem:
+                warn_once(str(entry.path), f"hpcjit does not use a cached kernel: {problem}")
+                continue
+            entry.touch()
+            return entry
+    return None
+
+
+def _candidates(root: Path, wanted: Wanted, any_compiler: bool) -> list[Entry]:
+    if not any_compiler:
+        folder = wanted.folder(root)
+        return _described(folder, wanted) if folder.is_dir() else []
+    found: list[Entry] = []
+    with contextlib.suppress(OSError):
+        for folder in (root / wanted.arch / wanted.op).iterdir():
+            if folder.name.startswith(f"{wanted.config}-"):
+                found += _described(folder, wanted)
+    return sorted(found, key=lambda e: float(e.manifest.get("created", 0)), reverse=True)
+
+
+def _described(folder: Path, wanted: Wanted) -> list[Entry]:
+    """The entry in `folder` if its manifest is whole and is about what is wanted."""
+    try:
+        entry = read_entry(folder)
+    except CacheError as problem:
+        warn_once(str(folder), f"hpcjit does not use a cached kernel: {problem}")
+        return []
+    facts = entry.manifest
+    if facts["source_key"] != wanted.source_key and wanted.key is None:
+        return []  # another version of the code
+    if facts["source_key"] != wanted.source_key or facts["arch"] != wanted.arch or facts["op"] != wanted.op:
+        warn_once(str(folder), f"hpcjit does not use a cached kernel: {folder} holds {facts['op']} for {facts['arch']}")
+        return []
+    return [entry]
+
+
+_MANIFEST_TYPES: dict[str, type] = {
+    "op": str,
+    "arch": str,
+    "config": dict,
+    "config_text": str,
+    "key": str,
+    "source_key": str,
+    "sha256": str,
+    "binary_bytes": int,
+}
+
+
+def read_entry(folder: Path) -> Entry:
+    """Read the manifest of an entry; CacheError if it is missing, damaged or of another format."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+    except (OSError, ValueError) as problem:
+        raise CacheError(f"{folder}: no readable {MANIFEST} ({problem})") from problem
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CacheError(f"{folder}: {MANIFEST} is not of format {FORMAT}")
+    wrong = [name for name, kind in _MANIFEST_TYPES.items() if not isinstance(manifest.get(name), kind)]
+    if wrong:
+        raise CacheError(f"{folder}: {MANIFEST} lacks {', '.join(wrong)}")
+    return Entry(folder, manifest)
+
+
+# --- publishing -----------------------------------------------------------------------------------------------------
+
+
+def new_staging(root: Path) -> Path:
+    """A fresh private folder under `root` for one attempt; leftovers of killed builds are removed on the way."""
+    base = root / "staging"
+    base.mkdir(mode=0o700, exist_ok=True)
+    _sweep(base)
+    folder = base / f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def _sweep(base: Path) -> None:
+    oldest = time.time() - STALE_AFTER_S
+    with contextlib.suppress(OSError):
+        for folder in base.iterdir():
+            with contextlib.suppress(OSError):
+                if folder.stat().st_mtime < oldest:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Complete a staged entry: size and hash of its binary, then the manifest, all on disk before it returns."""
+    content = (folder / BINARY).read_bytes()
+    facts = {"format": FORMAT, **manifest, "binary_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / MANIFEST).write_text(json.dumps(facts, indent=1) + "\n")
+    os.chmod(folder / BINARY, 0o700)
+    for path in (folder / BINARY, folder / MANIFEST, folder):
+        _fsync(path)
+
+
+def publish(staged: Path, final: Path) -> Entry:
+    """Move a complete staged entry into place in one step. A valid entry that is already there wins.
+
+    When the move keeps failing (a network file system that contradicts itself) the staged folder itself is the result:
+    it serves this process and is swept later.
+    """
+    for attempt in range(5):
+        try:
+            for folder in (final.parent.parent, final.parent):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            os.rename(staged, final)
+        except OSError:
+            with contextlib.suppress(CacheError):
+                winner = read_entry(final)
+                winner.verify()
+                return winner
+            _set_aside(final, staged.parent)
+            time.sleep(0.01 * attempt)
+        else:
+            with contextlib.suppress(OSError):
+                _fsync(final.parent)
+            return read_entry(final)
+    return read_entry(staged)
+
+
+def _set_aside(bad: Path, staging: Path) -> None:
+    """Take a bad entry out of the way. Processes that have it mapped keep their copy."""
+    with contextlib.suppress(OSError):
+        grave = staging / f"replaced-{uuid.uuid4().hex[:12]}"
+        os.rename(bad, grave)
+        shutil.rmtree(grave, ignore_errors=True)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# --- listing --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which entries an operation is about; an empty selection is all of them."""
+
+    op: str = "*"  # shell pattern
+    arch: str = "*"  # shell pattern
+    key: str = ""  # prefix
+    unused_for_s: float = 0.0
+
+    def matches(self, entry: Entry) -> bool:
+        return (
+            fnmatchcase(entry.op, self.op)
+            and fnmatchcase(entry.arch, self.arch)
+            and entry.key.startswith(self.key)
+            and time.time() - entry.last_used >= self.unused_for_s
+        )
+
+
+EVERYTHING = Selection()
+
+
+def entries(selection: Selection = EVERYTHING, root: Path | None = None) -> list[Entry]:
+    """Entries with a readable manifest in `root`, or in all layers and the configured folder. Not verified."""
+    found = []
+    for folder in entry_folders(root):
+        with contextlib.suppress(CacheError):
+            entry = read_entry(folder)
+            if selection.matches(entry):
+                found.append(entry)
+    return found
+
+
+def entry_folders(root: Path | None = None) -> Iterator[Path]:
+    """Every folder in the place of an entry, readable or not."""
+    for base in [root] if root else search_roots():
+        for manifest in sorted(base.glob(f"sm_*/*/*/{MANIFEST}")):
+            yield manifest.parent
+
+
+def remove(selection: Selection = EVERYTHING) -> list[Entry]:
+    """Delete the selected entries of the writable folder and return them."""
+    root = usable_root()
+    if root is None:
+        raise CacheError(f"nothing can be removed: {root_problem()}")
+    gone = entries(selection, root)
+    (root / "staging").mkdir(mode=0o700, exist_ok=True)
+    for entry in gone:
+        _set_aside(entry.path, root / "staging")
+    return gone
