@@ -11,6 +11,7 @@ import importlib
 import importlib.machinery
 import logging
 import re
+import reprlib
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ GROUPS: tuple[str, ...] = (
     "speculative",
 )
 
-_OP = re.compile(r"(?P<group>[a-z]\w*)\.(?P<name>[a-z]\w*)", re.ASCII)
+_OP = re.compile(r"(?P<group>[a-z]\w{0,63})\.(?P<name>[a-z]\w{0,63})", re.ASCII)
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
 
@@ -98,7 +99,7 @@ class DeviceType(str, Enum):
 
 def did_you_mean(value: object, names: Iterable[str]) -> str:
     """`", did you mean 'x'?"` for the closest of `names`, or nothing."""
-    close = get_close_matches(str(value).lower(), list(names), n=1, cutoff=0.6)
+    close = get_close_matches(str(value)[:128].lower(), list(names), n=1, cutoff=0.6)
     return f", did you mean '{close[0]}'?" if close else ""
 
 
@@ -273,7 +274,7 @@ def check_op_name(op: str) -> None:
     """Raise RegistrationError unless `op` is `"group.name"` with one of the 18 groups."""
     match = _OP.fullmatch(op) if isinstance(op, str) else None
     if match is None:
-        raise RegistrationError(f"operator name must look like 'group.name', got {op!r}")
+        raise RegistrationError(f"operator name must look like 'group.name', got {reprlib.repr(op)}")
     if match["group"] not in GROUPS:
         raise RegistrationError(f"{op}: unknown group '{match['group']}'{did_you_mean(match['group'], GROUPS)}")
 
