@@ -110,15 +110,17 @@ class BaseFusedOp(ABC):
     capabilities: ClassVar[Mapping[KernelBackend, Capabilities]] = {}
     format_signature: ClassVar[FormatSignature | None] = None
     schema: ClassVar[str | None] = None  # "(Tensor input, float eps, Tensor(a!) out) -> ()"
+    _tabled: ClassVar[bool] = True  # no class up to here sets `capabilities` itself
     trace_values: ClassVar[tuple[str, ...]] = ()  # integer inputs a trace may keep: "seq_lens", "topk_ids:histogram"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         op = cls.__dict__.get("op")
+        cls._tabled = cls._tabled and ("capabilities" not in cls.__dict__)
         if op is None:  # a shared base of several operators
             return
         check_op_name(op)
-        if cls.capabilities is BaseFusedOp.capabilities:
+        if cls._tabled:
             cls.capabilities = registry.declared(op)
         for backend, required in cls.capabilities.items():
             KernelBackend.of(backend)

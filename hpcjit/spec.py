@@ -79,9 +79,8 @@ class KernelBackend(str, Enum):
             return cls(value.lower()) if isinstance(value, str) else cls(value)
         except ValueError:
             names = [b.value for b in cls]
-            raise BackendError(
-                f"unknown backend {value!r}{did_you_mean(value, names)}; one of {', '.join(names)}"
-            ) from None
+            hint = f"{reprlib.repr(value)}{did_you_mean(value, names)}"
+            raise BackendError(f"unknown backend {hint}; one of {', '.join(names)}") from None
 
 
 class DeviceType(str, Enum):

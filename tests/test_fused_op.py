@@ -344,6 +344,23 @@ class TestClass:
         assert Tabled()(on_h200) == "jit"
         assert Tabled()(on_a100) == "native"
 
+        registry_module.register_fused_op("elementwise.variant", "nowhere", "variant", {JIT: CUDA})
+
+        class Variant(Tabled):  # its own row of the table, not that of its base
+            op = "elementwise.variant"
+
+        assert Variant()(on_a100) == "jit"
+
+        class Explicit(Variant):
+            op = "elementwise.explicit"
+            capabilities: ClassVar = {JIT: HOPPER}
+
+        class Inherits(Explicit):
+            op = "elementwise.inherits"
+
+        assert Inherits()(on_h200) == "jit"
+        assert Inherits()(on_a100) == "native"
+
     def test_instances_are_not_kept_alive(self):
         op = Named()
         op(on_cpu)
