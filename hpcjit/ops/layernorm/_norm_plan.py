@@ -1,0 +1,139 @@
+"""The template behind every row normalisation, and which of its shapes a call gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hpcjit import checks
+from hpcjit.build import Config, Template
+from hpcjit.jit_op import NOTHING, Plan
+from hpcjit.ops._rows import TYPE_NAMES, row_shape, vector_width
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class NormConfig(Config):
+    input_t: str = "bf16"
+    weight_t: str = "bf16"
+    output_t: str = "bf16"
+    threads: int = 256
+    row_threads: int = 256
+    vec: int = 8
+    vecs_per_thread: int = 2
+    exact: bool = True
+    has_residual: bool = False
+    has_bias: bool = False
+    layer_norm: bool = False
+    unit_offset: bool = False
+    quant: int = 0
+    stream_in: bool = False
+    stream_out: bool = False
+    persistent: bool = False
+    max_blocks: int = 0
+    pdl: bool = True
+
+
+NORM = Template(
+    op="layernorm.norm",
+    header="layernorm/norm.cuh",
+    entry="hpcjit::layernorm::Norm",
+    config=NormConfig,
+    params=(
+        "input",
+        "residual",
+        "weight",
+        "bias",
+        "output",
+        "scale",
+        "num_tokens",
+        "hidden_size",
+        "input_stride",
+        "residual_stride",
+        "output_stride",
+        "eps",
+    ),
+)
+
+
+def norm_plan(
+    op: str,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    output_name: str,
+    residual: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    **options: bool | int,
+) -> Plan | str:
+    """The plan of one normalisation; `options` are fields of `NormConfig`."""
+    if input.numel() == 0:
+        return NOTHING
+    num_tokens, input_stride = checks.rows(op, "input", input)
+    hidden_size = input.shape[-1]
+    residual_stride = 0 if residual is None else checks.rows(op, "residual", residual)[1]
+    _, output_stride = checks.rows(op, output_name, output)
+    placed = [(input, input_stride), (weight, 0), (output, output_stride)]
+    placed += [(tensor, stride) for tensor, stride in ((residual, residual_stride), (bias, 0)) if tensor is not None]
+    vec = vector_width(hidden_size, input.element_size(), placed)
+    shape = row_shape(hidden_size // vec, num_tokens, max_vecs=8 if input.element_size() == 2 and vec > 1 else 4)
+    config = NormConfig(
+        input_t=TYPE_NAMES[input.dtype],
+        weight_t=TYPE_NAMES[weight.dtype],
+        output_t=TYPE_NAMES[output.dtype],
+        threads=shape.threads,
+        row_threads=shape.row_threads,
+        vec=vec,
+        vecs_per_thread=shape.vecs_per_thread,
+        exact=shape.exact,
+        has_residual=residual is not None,
+        has_bias=bias is not None,
+        **options,  # type: ignore[arg-type]
+    )
+    return Plan(
+        NORM,
+        config,
+        {
+            "residual": "residual" if residual is not None else 0,
+            "bias": "bias" if bias is not None else 0,
+            "output": output_name,
+            "scale": "scale" if config.quant else 0,
+            "num_tokens": num_tokens,
+            "hidden_size": hidden_size,
+            "input_stride": input_stride,
+            "residual_stride": residual_stride,
+            "output_stride": output_stride,
+        },
+    )
+
+
+def check_norm(
+    op: str,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    bias: torch.Tensor | None = None,
+    input_written: bool = False,
+) -> None:
+    """What every normalisation asks of its input, weight, bias and eps."""
+    checks.tensor(op, "input", input, dtypes=FLOATS, min_ndim=1)
+    checks.rows(op, "input", input, written=input_written)
+    if input.shape[-1] == 0:
+        raise checks.ArgumentError(op, "input", "of at least one column", checks.describe(input))
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None or name == "weight":
+            dtypes = (input.dtype, torch.float32)
+            checks.tensor(op, name, value, dtypes=dtypes, shape=input.shape[-1:], like=input)
+    if bias is not None and bias.dtype != weight.dtype:
+        raise checks.ArgumentTypeError(op, "bias", f"{weight.dtype} like weight", checks.describe(bias))
+    checks.number(op, "eps", eps, low=0.0)
+    checks.no_grad(op, input=input, weight=weight, bias=bias)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a reference computes: fp32, or fp64 for fp64 inputs (which only references take)."""
+    return torch.promote_types(dtype, torch.float32)
