@@ -10,12 +10,13 @@ import os
 import platform
 import re
 import shutil
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcjit import cache, compiler, headers, settings, toolchain
-from hpcjit.errors import CacheError, CaptureError, ToolchainError
+from hpcjit import binder, cache, compiler, folders, headers, locking, progress, settings, toolchain
+from hpcjit.errors import CacheError, CaptureError, CompileError, ToolchainError
 from hpcjit.launch import Kernel, capture_text, capturing
 
 ABI_VERSION = 1
@@ -28,8 +29,8 @@ PACKAGE = Path(__file__).parent
 class Config:
     """Base of a template's compile-time parameters; subclasses are frozen dataclasses.
 
-    A `str` field must end in `_t` and names an element type of `TYPES`; `int`, `bool` and `float` fields become constants
-    (`head_dim` -> `kHeadDim`).
+    A `str` field must end in `_t` and names an element type of `TYPES`; `int`, `bool` and `float` fields become
+    constants (`head_dim` -> `kHeadDim`).
     """
 
     def cpp(self) -> str:
@@ -60,7 +61,8 @@ def _member(config: str, name: str, value: object) -> str:
     if isinstance(value, str) and name.endswith("_t") and value in TYPES:
         return f"using {name} = hpcjit::{value};"
     raise TypeError(
-        f"{config}.{name} = {value!r}: a field is an int, a bool, a finite float, or (named ..._t) one of {', '.join(TYPES)}"
+        f"{config}.{name} = {value!r}: a field is an int, a bool, a finite float, or, if named ..._t, "
+        f"one of {', '.join(TYPES)}"
     )
 
 
@@ -98,30 +100,85 @@ def source(template: Template, config: Config) -> str:
     )
 
 
-_kernels: dict[tuple[Template, Config, str], Kernel] = {}
+# --- loading --------------------------------------------------------------------------------------------------------
+
+_ready: dict[tuple[Template, Config, int | None, str | None], Kernel] = {}  # by the arguments of `load`
+_loaded: dict[tuple[Template, Config, str], Kernel] = {}
+_locks: dict[tuple[Template, Config, str], threading.Lock] = {}
+_locks_guard = threading.Lock()
 
 
 def load(template: Template, config: Config, *, device: int | None = None, arch: str | None = None) -> Kernel:
-    """The kernel for this template and config: from memory, from the cache, or compiled now."""
-    arch = arch or toolchain.arch_of_device(device)
-    kernel = _kernels.get((template, config, arch))
+    """The kernel for this template and config: from memory, from the cache, or compiled now.
+
+    The architecture is that of `device` unless it is given; with a GPU the kernel is also prepared on `device`. Raises
+    CaptureError rather than build or load while a CUDA graph is being captured, CacheError rather than compile when
+    HPCJIT_REQUIRE_WARM is set, ToolchainError and CompileError.
+    """
+    kernel = _ready.get((template, config, device, arch))
+    return kernel if kernel is not None else _load(template, config, device, arch)
+
+
+def _load(template: Template, config: Config, device: int | None, arch: str | None) -> Kernel:
+    target = arch or toolchain.arch_of_device(device)
+    kernel = _loaded.get((template, config, target))
     if kernel is None:
-        prewarm = f"hpcjit prewarm {template.op} --arch {arch}"
-        if capturing():
-            raise CaptureError(capture_text(template.title(config, arch), "built or loaded", prewarm))
-        entry = compile_only(template, config, arch)
-        kernel = Kernel(template.title(config, arch), entry.binary, template.params, prewarm)
-        _kernels[template, config, arch] = kernel
-    if device is not None and _has_gpu():
+        with _locks_guard:
+            lock = _locks.setdefault((template, config, target), threading.Lock())
+        with lock:
+            kernel = _loaded.get((template, config, target)) or _open(template, config, target)
+            _loaded[template, config, target] = kernel
+    if device is not None and toolchain.has_gpu():
         kernel.prepare(device)
+    _ready[template, config, device, arch] = kernel
     return kernel
 
 
+def _open(template: Template, config: Config, arch: str) -> Kernel:
+    title, prewarm = template.title(config, arch), f"hpcjit prewarm {template.op} --arch {arch}"
+    if capturing():
+        raise CaptureError(capture_text(title, "built or loaded", prewarm))
+    entry = compile_only(template, config, arch)
+    return Kernel(title, entry.binary, template.params, prewarm)
+
+
+def forget() -> None:
+    """Drop every kernel from memory, so that the next `load` looks at the cache and the variables again."""
+    _ready.clear()
+    _loaded.clear()
+
+
+def _reset_after_fork() -> None:
+    global _locks_guard
+    _locks_guard = threading.Lock()
+    _locks.clear()
+    for kernel in _loaded.values():
+        kernel.reset_lock()
+
+
+os.register_at_fork(after_in_child=_reset_after_fork)
+
+
 def compile_only(template: Template, config: Config, arch: str) -> cache.Entry:
-    """The cache entry of this template, config and architecture, compiled if it is not there."""
+    """The cache entry of this template, config and architecture, compiled if it is not there. Needs no GPU."""
     request = _request(template, config, arch)
-    entry = cache.find(request.wanted)
-    return entry or _build(request)
+    may_compile = request.tools is not None and not settings.read().require_warm
+    entry = cache.find(request.wanted, any_compiler=not may_compile)
+    if entry:
+        return entry
+    if settings.read().require_warm:
+        raise CacheError(
+            f"{request.job.title} is not in the kernel cache and HPCJIT_REQUIRE_WARM forbids to compile it. Looked in "
+            f"{', '.join(map(str, folders.search_roots())) or 'no folder'}. Run: hpcjit prewarm {template.op} --arch {arch}"
+        )
+    if request.missing:
+        raise ToolchainError(
+            f"{request.job.title} is not in the kernel cache and cannot be compiled: {request.missing}"
+        )
+    return _build(request)
+
+
+# --- keys and compiling ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -170,45 +227,70 @@ def _slug(config: Config) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", str(config).replace("=", "")).strip("-")[:48] or "default"
 
 
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
+# What a compiler or the linker prints when the folder, and not the code, is the problem.
+_FOLDER_TROUBLE = re.compile(
+    r"[^\n]*(No space left on device|Disk quota exceeded|Read-only file system|File too large|"
+    r"File size limit exceeded|failed to map segment)[^\n]*"
+)
 
 
 def _build(request: _Request) -> cache.Entry:
-    if request.tools is None or request.wanted.key is None:
-        raise request.missing or CacheError("no compiler")
-    problem = cache.root_problem()
-    root = cache.private_root(problem) if problem else cache.usable_root()
-    assert root is not None
+    """Compile into the cache folder, or into a private one when that folder cannot be used."""
+    threading.Thread(target=binder.module, daemon=True).start()  # needed next, and its compile fits beside nvcc's
+    problem, root = folders.root_problem(), folders.usable_root()
+    if root is not None:
+        try:
+            return _build_in(request, root)
+        except (OSError, CompileError) as failure:
+            problem = _folder_trouble(failure, root)
+            if not problem:
+                raise
+    try:
+        return _build_in(request, folders.private_root(problem))
+    except OSError as failure:
+        raise CacheError(f"{request.job.title}: no folder to compile in: {problem}; then {failure}") from failure
+
+
+def _folder_trouble(failure: OSError | CompileError, root: Path) -> str:
+    """The problem of the folder behind a failed build; empty when the code is to blame."""
+    remedy = "free some space, or set HPCJIT_CACHE_DIR to another folder"
+    if isinstance(failure, OSError):
+        return f"{root}: {failure.strerror or failure}; {remedy}"
+    trouble = _FOLDER_TROUBLE.search(getattr(failure, "log", ""))
+    return f"{root}: {trouble.group(0).strip()[:200]}; {remedy}" if trouble else ""
+
+
+def _build_in(request: _Request, root: Path) -> cache.Entry:
+    key = request.wanted.key or request.wanted.source_key
+    with locking.held(root, key, request.job.title):
+        return cache.find(request.wanted) or _compile(request, root)
+
+
+def _compile(request: _Request, root: Path) -> cache.Entry:
+    assert request.tools is not None
+    final = request.wanted.folder(root)
     staging = cache.new_staging(root)
     try:
         (staging / "build").mkdir(mode=0o700)
-        compiled = compiler.compile_job(request.job, request.tools, staging / "build", root / "logs")
-        (staging / "entry").mkdir(mode=0o700)
-        os.rename(compiled.binary, staging / "entry" / cache.BINARY)
-        cache.write_manifest(staging / "entry", _manifest(request, compiled))
-        return cache.publish(staging / "entry", request.wanted.folder(root))
-    finally:
+        with progress.compiling(request.job.title, str(root)):
+            compiled = compiler.compile_job(request.job, request.tools, staging / "build", root / "logs")
+        progress.show_log(compiled.log)
+        staged = staging / "entry"
+        staged.mkdir(mode=0o700)
+        os.rename(compiled.binary, staged / cache.BINARY)
+        cache.write_manifest(staged, _manifest(request, compiled))
+        entry = cache.publish(staged, final)
+    except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
+        raise
+    if entry.path == final:
+        shutil.rmtree(staging, ignore_errors=True)
+    return entry
 
 
 def _manifest(request: _Request, compiled: compiler.Compiled) -> dict[str, Any]:
-    import time
-
+    config = dataclasses.asdict(request.config)
+    facts = cache.describe(request.wanted, config, str(request.config), compiled.command, compiled.seconds)
     kernels = compiler.resources(compiled.log)
-    assert request.tools is not None
-    return {
-        "op": request.wanted.op,
-        "arch": request.wanted.arch,
-        "config": dataclasses.asdict(request.config),
-        "config_text": str(request.config),
-        "key": request.wanted.key,
-        "source_key": request.wanted.source_key,
-        "toolchain": request.tools.identity,
-        "command": compiled.command,
-        "compile_seconds": round(compiled.seconds, 3),
-        "kernels": kernels,
-        "created": time.time(),
-    }
+    totals = {name: max((k[name] for k in kernels), default=0) for name in ("registers", "shared_bytes", "spill_bytes")}
+    return {**facts, **totals, "kernels": kernels, "toolchain": request.tools.identity if request.tools else ""}

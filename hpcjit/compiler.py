@@ -2,12 +2,12 @@
 
 torch's build takes some things from its surroundings, and this file controls each of them for the time of the call:
 
-- `CUDA_HOME` and torch's library folder become the relative names `cuda` and `lib` inside the build folder: links to the
-  toolkit that we found, and empty archives in place of torch's libraries (a CPU build of torch lacks some of them, our
-  binaries need none). torch puts both on the link line unquoted, so a path with a space would break it.
+- `CUDA_HOME` and torch's library folder become the relative names `cuda` and `lib` inside the build folder: links to
+  the toolkit that we found, and empty archives in place of torch's libraries (a CPU build of torch lacks some of them,
+  our binaries need none). torch puts both on the link line unquoted, so a path with a space would break it.
 - `ninja` is found through a script of ours: it keeps the full log in the build folder, finds ninja where PATH does not
-  show it, and ends the compiler when this process dies (`setpriv` delivers the parent's death as a signal, and ninja ends
-  its children on that).
+  show it, and ends the compiler when this process dies (`setpriv` delivers the parent's death as a signal, and ninja
+  ends its children on that).
 - `PYTORCH_NVCC` is ignored; the compiler is the one whose version is in the key.
 """
 
@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hpcjit import toolchain
 from hpcjit.errors import CompileError
@@ -81,7 +82,7 @@ def compile_job(job: Job, tools: Toolchain, folder: Path, logs: Path) -> Compile
     """Compile and link `job` in `folder`. Raises CompileError, with log and source kept in `logs`."""
     _prepare_folder(folder, tools)
     started = time.perf_counter()
-    with _surroundings(folder):
+    with _patches.applied():
         try:
             _load_inline(job, tools, folder)
         except (RuntimeError, OSError) as problem:
@@ -195,12 +196,6 @@ def reset_after_fork() -> None:
 os.register_at_fork(after_in_child=reset_after_fork)
 
 
-@contextlib.contextmanager
-def _surroundings(folder: Path) -> Iterator[None]:
-    with _patches.applied():
-        yield
-
-
 def _write_ninja_script(path: Path) -> None:
     ninja = shlex.quote(toolchain.find_ninja())
     setpriv = shutil.which("setpriv")
@@ -212,7 +207,7 @@ def _write_ninja_script(path: Path) -> None:
 
 
 def _import_extension() -> object:
-    # Its import asks whether CUDA is available. Through NVML that leaves CUDA uninitialised, so that fork keeps working.
+    # Its import asks whether CUDA is available. Through NVML that leaves CUDA uninitialised: fork keeps working.
     logger = logging.getLogger("torch.utils.cpp_extension")
     level = logger.level
     logger.setLevel(logging.ERROR)  # "No CUDA runtime is found": compiling without a GPU is normal here
@@ -314,9 +309,9 @@ _PTXAS_USED = re.compile(r"Used (\d+) registers")
 _PTXAS_SHARED = re.compile(r"(\d+) bytes smem")
 
 
-def resources(log: str) -> list[dict[str, object]]:
+def resources(log: str) -> list[dict[str, Any]]:
     """What `ptxas -v` says about each kernel: registers, static shared memory, stack and spills."""
-    kernels: list[dict[str, object]] = []
+    kernels: list[dict[str, Any]] = []
     for line in log.splitlines():
         if match := _PTXAS_KERNEL.search(line):
             kernels.append(

@@ -1,12 +1,13 @@
 """Content digest of every header that a generated source can reach, for the cache key.
 
-`#include` lines are resolved as text, in the compiler's search order, against our own include folders; conditionals are
-ignored, so the digest covers at least what the compiler reads. Headers found in none of the folders (the CUDA toolkit's,
-the system's) are covered by the compiler versions in the key. A computed `#include MACRO` pulls in its whole folder.
+`#include` lines are resolved as text, in the compiler's search order, against our own include folders; conditionals
+are ignored, so the digest covers at least what the compiler reads. Headers found in none of the folders (the CUDA
+toolkit's, the system's) are covered by the compiler versions in the key. A computed `#include MACRO` pulls in its whole
+folder.
 
 Names in the digest are relative to their folder: moving an installation changes nothing. File times play no role in it,
-but a file whose size, mtime and ctime did not change is not read again in the same process. CuTe's closure is hundreds of
-files, so its digest is also kept in `headers.json` in the cache folder, guarded by the same three values of each file.
+but a file whose size, mtime and ctime did not change is not read again in the same process. CuTe's closure is hundreds
+of files, so its digest is also kept in `headers.json` in the cache folder, guarded by these three values of each.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _scans: dict[str, tuple[memo.Stamp, str, Includes]] = {}
 
 
 def digest(source: str, folders: Sequence[Path], library: Path | None = None) -> str:
-    """SHA-256 over all headers reachable from `source` in `folders`, and in the big `library` folder if one is given."""
+    """SHA-256 over all headers reachable from `source` in `folders`, and in the big `library` folder."""
     found, entries = _closure(_includes(source.encode()), [str(f) for f in folders], str(library) if library else None)
     return _summary(found, _library_digest(str(library), entries) if entries else "")
 

@@ -13,6 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from hpcjit import folders
+
 Stamp = tuple[int, int, int]
 
 
@@ -56,7 +58,5 @@ def write(name: str, question: str, answer: object) -> None:
 
 
 def _path(name: str) -> Path | None:
-    from hpcjit import cache
-
-    root = cache.usable_root()
+    root = folders.usable_root()
     return root / f"{name}.json" if root else None

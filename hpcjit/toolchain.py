@@ -1,9 +1,9 @@
 """Finds what a compile needs: nvcc and its toolkit, the host compiler, ninja, the CuTe headers, the architecture.
 
-nvcc is looked for in HPCJIT_CUDA_HOME (which must then work), CUDA_HOME, CUDA_PATH, PATH, the default toolkit folders and
-pip's `nvidia` packages. The first one that is complete and whose CUDA major version fits torch's wins. An nvcc that is a
-wrapper script or a link in some bin folder is asked for its real toolkit (`nvcc -dryrun` prints it), because a toolkit
-guessed from the wrapper's place has no headers and no libraries.
+nvcc is looked for in HPCJIT_CUDA_HOME (which must then work), CUDA_HOME, CUDA_PATH, PATH, the default toolkit folders
+and pip's `nvidia` packages. The first one that is complete and whose CUDA major version fits torch's wins. An nvcc that
+is a wrapper script or a link in some bin folder is asked for its real toolkit (`nvcc -dryrun` prints it), because a
+toolkit guessed from the wrapper's place has no headers and no libraries.
 
 Versions are part of every cache key, and asking a compiler costs 50 ms. The answers are kept in `toolchain.json` in the
 cache folder, under the compiler's path; the size and times of the file that is finally executed guard them.
@@ -87,12 +87,19 @@ def check_arch(arch: str) -> str:
 
 def arch_of_device(device: int | None = None) -> str:
     """The architecture of a CUDA device (the current one for None), or HPCJIT_ARCH or sm_90a when there is no GPU."""
-    import torch
+    if has_gpu():
+        import torch
 
-    if torch.cuda.is_available():
         index = torch.cuda.current_device() if device is None else device
         return arch_of_capability(*torch.cuda.get_device_capability(index))
     return check_arch(settings.read().arch or DEFAULT_ARCH)
+
+
+def has_gpu() -> bool:
+    """Whether torch sees a CUDA device."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def gencode(arch: str) -> str:
@@ -123,7 +130,7 @@ def find_nvcc() -> Nvcc:
             break
     if misfits:
         raise ToolchainError(
-            f"torch {_torch_version()} uses CUDA {wanted}, and a kernel must be compiled by an nvcc of that major version; "
+            f"torch {_torch_version()} uses CUDA {wanted} and kernels must be compiled by an nvcc of that major version; "
             "found only\n" + "\n".join(misfits) + f"\nRemedy: {REMEDY} of CUDA {wanted}."
         )
     raise ToolchainError("no usable nvcc found. Looked in\n" + "\n".join(looked) + f"\nRemedy: {REMEDY}.")
@@ -171,11 +178,11 @@ def _toolkit_of(path: Path) -> tuple[Path, Path]:
         home = candidate.absolute().parent.parent
         if _is_toolkit(home):
             return home, candidate.absolute()
-    home = Path(_remembered(f"{path} -dryrun", str(path), lambda: _dryrun_home(path)))
-    nvcc = home / "bin" / "nvcc"
-    if not _is_toolkit(home) or not nvcc.is_file():
+    told = Path(_remembered(f"{path} -dryrun", str(path), lambda: _dryrun_home(path)))
+    nvcc = told / "bin" / "nvcc"
+    if not _is_toolkit(told) or not nvcc.is_file():
         raise ToolchainError(f"{path} belongs to no toolkit with headers and a CUDA runtime library")
-    return home, nvcc
+    return told, nvcc
 
 
 def _is_toolkit(home: Path) -> bool:
