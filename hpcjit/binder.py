@@ -13,7 +13,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import sysconfig
 import threading
 import time
@@ -51,7 +50,7 @@ os.register_at_fork(after_in_child=_reset_lock)
 
 def wanted() -> cache.Wanted:
     """The cache entry of this Python's binder."""
-    abi = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag or "python"
+    abi = importlib.machinery.EXTENSION_SUFFIXES[0].strip(".").removesuffix(".so")
     facts = [SOURCE.read_text(), abi, platform.machine(), platform.python_version()]
     key = hashlib.sha256("\n".join(facts).encode()).hexdigest()
     return cache.Wanted(op=abi, arch="binder", config="binder", source_key=key, key=key)

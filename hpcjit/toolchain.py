@@ -146,8 +146,8 @@ def _nvcc_candidates() -> Iterator[tuple[str, Path | None]]:
         yield name, Path(value) / "bin" / "nvcc" if value else None
     on_path = shutil.which("nvcc")
     yield "PATH", Path(on_path) if on_path else None
-    for home in DEFAULT_HOMES:
-        yield home, Path(home) / "bin" / "nvcc"
+    for default in DEFAULT_HOMES:
+        yield default, Path(default) / "bin" / "nvcc"
     pip_homes = pip_toolkits()
     for home in pip_homes:
         yield "pip", home / "bin" / "nvcc"
