@@ -8,6 +8,8 @@ reference. The choice is made once per device and remembered, so a repeated call
 from __future__ import annotations
 
 import contextlib
+import inspect
+import re
 import threading
 import warnings
 import weakref
@@ -40,6 +42,8 @@ DEFAULT_PRIORITY: tuple[KernelBackend, ...] = (
 )
 
 _ALWAYS_DECLARED = (KernelBackend.TORCH, KernelBackend.TORCH_COMPILE)
+
+_SCHEMA_NAME = re.compile(r"([A-Za-z_]\w*)(?:\s*=[^,)]*)?\s*(?:,|\)\s*->)")
 
 _lock = threading.RLock()
 _epoch = 0
@@ -110,6 +114,7 @@ class BaseFusedOp(ABC):
     capabilities: ClassVar[Mapping[KernelBackend, Capabilities]] = {}
     format_signature: ClassVar[FormatSignature | None] = None
     schema: ClassVar[str | None] = None  # "(Tensor input, float eps, Tensor(a!) out) -> ()"
+    arguments: ClassVar[tuple[str, ...]]  # names, in order: of `schema`, or without one of `forward_native`
     _tabled: ClassVar[bool] = True  # no class up to here sets `capabilities` itself
     trace_values: ClassVar[tuple[str, ...]] = ()  # integer inputs a trace may keep: "seq_lens", "topk_ids:histogram"
 
@@ -120,6 +125,7 @@ class BaseFusedOp(ABC):
         if op is None:  # a shared base of several operators
             return
         check_op_name(op)
+        cls.arguments = _argument_names(cls)
         if cls._tabled:
             cls.capabilities = registry.declared(op)
         for backend, required in cls.capabilities.items():
@@ -297,6 +303,12 @@ class BaseFusedOp(ABC):
             self._warned = True
             message = f"{self.op}: the forced backend {backend} is not used: {reason}"
             warnings.warn(message, RuntimeWarning, stacklevel=5)
+
+
+def _argument_names(cls: type[BaseFusedOp]) -> tuple[str, ...]:
+    if cls.schema is not None:
+        return tuple(_SCHEMA_NAME.findall(cls.schema))
+    return tuple(inspect.signature(cls.forward_native).parameters)[1:]
 
 
 def _device_index(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:

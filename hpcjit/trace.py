@@ -8,7 +8,6 @@ number of device reads small.
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 import threading
@@ -51,7 +50,7 @@ class Recorder:
 
     def record(self, op: Any, backend: KernelBackend, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Count one call of the fused operator `op`."""
-        tensors, scalars = _describe(_bind(op, args, kwargs))
+        tensors, scalars = _describe(_bind(op.arguments, args, kwargs))
         # The type is part of the key because 1, 1.0 and True are equal and hash alike.
         key = (
             op.op,
@@ -102,11 +101,8 @@ class Recorder:
             self._dropped_calls = self._dropped_values = self._stored_values = 0
 
 
-def _bind(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by name; the names are those of the operator's `forward_native`."""
-    names = op.__dict__.get("_trace_names")
-    if names is None:
-        names = op._trace_names = list(inspect.signature(op.forward_native).parameters)
+def _bind(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name."""
     named = {names[i] if i < len(names) else f"arg{i}": value for i, value in enumerate(args)}
     return {**named, **kwargs}
 

@@ -361,6 +361,20 @@ class TestClass:
         assert Inherits()(on_h200) == "jit"
         assert Inherits()(on_a100) == "native"
 
+    @pytest.mark.parametrize(
+        ("schema", "names"),
+        [
+            (None, ("input", "scale", "flag")),
+            ("(Tensor input, float eps, Tensor(a!) out) -> ()", ("input", "eps", "out")),
+            (
+                "(Tensor(a!)? x, int[] sizes=[1, 2], *, ScalarType? dtype=None, str mode='a', Tensor(b!)[] out ) -> ()",
+                ("x", "sizes", "dtype", "mode", "out"),
+            ),
+        ],
+    )
+    def test_argument_names(self, schema, names):
+        assert type("Op", (Named,), {"op": "elementwise.names", "schema": schema}).arguments == names
+
     def test_instances_are_not_kept_alive(self):
         op = Named()
         op(on_cpu)
