@@ -58,7 +58,6 @@ def reset_decisions() -> None:
         _epoch += 1
         for op in _instances:
             op._decisions.clear()
-            op._usable.clear()
             op._warned = False
 
 
@@ -135,8 +134,7 @@ class BaseFusedOp(ABC):
     def __init__(self) -> None:
         if not hasattr(self, "op"):
             raise RegistrationError(f"{type(self).__name__} must set op = 'group.name'")
-        self._decisions: dict[int, Callable[..., Any]] = {}
-        self._usable: set[tuple[KernelBackend, int]] = set()  # spares named backends a second look for packages
+        self._decisions: dict[int | tuple[str, int], Callable[..., Any]] = {}  # by device, or (backend, device)
         self._compiled: Callable[..., Any] | None = None
         self._warned = False
         self._per_call = type(self).backend_eligible is not BaseFusedOp.backend_eligible
@@ -193,12 +191,10 @@ class BaseFusedOp(ABC):
             except (LookupError, AttributeError):  # not chosen yet, or the first argument is not a tensor
                 forward = None
             if forward is None:  # outside the except block, so that errors of the call are not chained to it
-                forward = self._decision(_device_index(args, kwargs))
-            return forward(*args, **kwargs)
-        backend = KernelBackend.of(backend)
-        if reason := self.why_not(backend, *args, **kwargs):
-            raise BackendError(f"{self.op}: backend {backend} cannot run this call: {reason}")
-        return self._traced(backend, args, kwargs)
+                forward = self._decision(None, _device_index(args, kwargs))
+        else:
+            forward = self._decision(backend, _device_index(args, kwargs))
+        return forward(*args, **kwargs)
 
     # Choosing
 
@@ -218,12 +214,8 @@ class BaseFusedOp(ABC):
         backend = KernelBackend.of(backend)
         if not args and not kwargs:
             return self._why_not_on(backend, PlatformInfo.detect())
-        key = (backend, _device_index(args, kwargs))
-        if key not in self._usable:
-            if reason := self._why_not_on(backend, PlatformInfo.detect(key[1])):
-                return reason
-            self._usable.add(key)
-        return self._why_ineligible(backend, args, kwargs)
+        platform = PlatformInfo.detect(_device_index(args, kwargs))
+        return self._why_not_on(backend, platform) or self._why_ineligible(backend, args, kwargs)
 
     def _why_not_on(self, backend: KernelBackend, platform: PlatformInfo) -> str | None:
         if getattr(type(self), backend.method) is getattr(BaseFusedOp, backend.method):
@@ -247,19 +239,35 @@ class BaseFusedOp(ABC):
         usable.append(KernelBackend.TORCH)
         return tuple(usable[: usable.index(KernelBackend.TORCH) + 1])
 
-    def _decision(self, index: int) -> Callable[..., Any]:
-        """The callable for a device. It stays valid until `reset_decisions`."""
-        found = self._decisions.get(index)
+    def _decision(self, backend: KernelBackend | str | None, index: int) -> Callable[..., Any]:
+        """The callable for a device, of the named backend if any. It stays valid until `reset_decisions`."""
+        key = index if backend is None else (str(backend), index)
+        found = self._decisions.get(key)
         if found is not None:
             return found
         epoch = _epoch
-        decision = self._decide(PlatformInfo.detect(index))
+        platform = PlatformInfo.detect(index)
+        named = None if backend is None else KernelBackend.of(backend)
+        decision = self._decide_automatic(platform) if named is None else self._decide_named(named, platform)
         with _lock:
             if epoch == _epoch:  # else something changed meanwhile: this call may use it, later ones may not
-                self._decisions[index] = decision
+                self._decisions[key] = decision
         return decision
 
-    def _decide(self, platform: PlatformInfo) -> Callable[..., Any]:
+    def _decide_named(self, backend: KernelBackend, platform: PlatformInfo) -> Callable[..., Any]:
+        if reason := self._why_not_on(backend, platform):
+            raise self._refusal(backend, reason)
+        if self._is_fixed():
+            return getattr(self, backend.method)
+
+        def check_and_run(*args: Any, **kwargs: Any) -> Any:
+            if reason := self._why_ineligible(backend, args, kwargs):
+                raise self._refusal(backend, reason)
+            return self._traced(backend, args, kwargs)
+
+        return check_and_run
+
+    def _decide_automatic(self, platform: PlatformInfo) -> Callable[..., Any]:
         candidates = self._candidates(platform)
         forced = get_fused_op_backend()
         if forced is not None:
@@ -269,13 +277,20 @@ class BaseFusedOp(ABC):
             else:
                 self._warn_forced(forced, reason)
                 forced = None
-        if not self._per_call and trace.active() is None:
+        if self._is_fixed():
             return getattr(self, candidates[0].method)
 
         def choose_and_run(*args: Any, **kwargs: Any) -> Any:
             return self._traced(self._choose(candidates, forced, args, kwargs), args, kwargs)
 
         return choose_and_run
+
+    def _is_fixed(self) -> bool:
+        """Whether a decision holds for every call on its device, and nobody wants to know of the calls."""
+        return not self._per_call and trace.active() is None
+
+    def _refusal(self, backend: KernelBackend, reason: str) -> BackendError:
+        return BackendError(f"{self.op}: backend {backend} cannot run this call: {reason}")
 
     def _choose(
         self,

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
-import logging
 import re
 import reprlib
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from enum import Enum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hpcjit.errors import BackendError, RegistrationError
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    import logging
 
 GROUPS: tuple[str, ...] = (
     "activation",
@@ -98,6 +97,8 @@ class DeviceType(str, Enum):
 
 def did_you_mean(value: object, names: Iterable[str]) -> str:
     """`", did you mean 'x'?"` for the closest of `names`, or nothing."""
+    from difflib import get_close_matches  # here, as logging below: importing the package stays fast
+
     close = get_close_matches(str(value)[:128].lower(), list(names), n=1, cutoff=0.6)
     return f", did you mean '{close[0]}'?" if close else ""
 
@@ -139,10 +140,16 @@ class PlatformInfo:
         try:
             return _detect_accelerator(device_index)
         except (ImportError, RuntimeError) as error:  # no torch; no driver, or CUDA initialised before a fork
-            logger.debug("no accelerator: %s", error)
+            _logger().debug("no accelerator: %s", error)
         except Exception:
-            logger.warning("asking torch for its devices failed unexpectedly; taking the CPU", exc_info=True)
+            _logger().warning("asking torch for its devices failed unexpectedly; taking the CPU", exc_info=True)
         return cls()
+
+
+def _logger() -> logging.Logger:
+    import logging
+
+    return logging.getLogger(__name__)
 
 
 def _detect_accelerator(index: int | None) -> PlatformInfo:
@@ -150,7 +157,7 @@ def _detect_accelerator(index: int | None) -> PlatformInfo:
 
     if torch.cuda.is_available():
         if index is not None and index >= torch.cuda.device_count():
-            logger.debug("no CUDA device %d, there are %d", index, torch.cuda.device_count())
+            _logger().debug("no CUDA device %d, there are %d", index, torch.cuda.device_count())
             return PlatformInfo()
         kind = DeviceType.HIP if torch.version.hip else DeviceType.CUDA
         return PlatformInfo(kind, *torch.cuda.get_device_capability(index))

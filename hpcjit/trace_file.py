@@ -8,7 +8,6 @@ import math
 import os
 import re
 import reprlib
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,7 +125,7 @@ def _to_json(record: TraceRecord) -> dict[str, Any]:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    staged = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    staged = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     try:
         with open(staged, "x", encoding="utf-8") as file:
             file.write(text)

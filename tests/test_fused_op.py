@@ -481,6 +481,18 @@ class TestTorchOperator:
         (record,) = trace.get_fused_op_trace()
         assert (record.op, record.backend) == ("elementwise.probe_scale", TORCH)
 
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+    def test_on_a_real_device(self, monkeypatch):
+        monkeypatch.undo()  # of the simulated machine
+        x = torch.randn(3, 4, device="cuda")
+        torch.library.opcheck(torch.ops.hpcjit.elementwise_probe_scale.default, (x, 2.0, torch.empty_like(x)))
+        compiled = torch.compile(lambda x: scale(x + 1), fullgraph=True)
+        torch.testing.assert_close(compiled(x), (x + 1) * 2)
+        assert PlatformInfo.detect(0).sm == torch.cuda.get_device_capability(0)
+        assert Named()(x) in ("jit", "triton")
+        assert Named()(x.cpu()) == "native"
+
     def test_defining_again_replaces_the_instance(self):
         class Reloaded(Scale):
             op = "elementwise.probe_scale"

@@ -237,6 +237,19 @@ class TestValues:
         op(torch.zeros(2), torch.tensor([2]))
         assert records()[0].values == [{"seq_lens": (2,)}]
 
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+    def test_a_real_capture_is_not_disturbed(self, op):
+        query, lengths = torch.zeros(2, device="cuda"), torch.tensor([3, 4], device="cuda")
+        experts = torch.tensor([1, 1, 0], device="cuda")
+        trace.enable_fused_op_trace(values=True)
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            op(query, lengths, experts)
+        (record,) = records()
+        assert (record.count, record.values) == (1, [])
+        op(query, lengths, experts)
+        assert records()[0].values == [{"seq_lens": (3, 4), "topk_ids": ((0, 1), (1, 2))}]
+
 
 SAMPLE = Trace(
     [
