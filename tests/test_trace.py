@@ -238,7 +238,6 @@ class TestValues:
         assert records()[0].values == [{"seq_lens": (2,)}]
 
     @pytest.mark.gpu
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
     def test_a_real_capture_is_not_disturbed(self, op):
         query, lengths = torch.zeros(2, device="cuda"), torch.tensor([3, 4], device="cuda")
         experts = torch.tensor([1, 1, 0], device="cuda")
