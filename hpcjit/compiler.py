@@ -5,8 +5,8 @@ torch's build takes some things from its surroundings, and this file controls ea
 - `CUDA_HOME` and torch's library folder become the relative names `cuda` and `lib` inside the build folder: links to
   the toolkit that we found, and empty archives in place of torch's libraries (a CPU build of torch lacks some of them,
   our binaries need none). torch puts both on the link line unquoted, so a path with a space would break it.
-- `ninja` is found through a script of ours: it keeps the full log in the build folder, finds ninja where PATH does not
-  show it, and ends the compiler when this process dies (`setpriv` delivers the parent's death as a signal, and ninja
+- `ninja` is found through a script of ours: it keeps the full log and the compiler's temporary files in the build
+  folder, finds ninja where PATH does not show it, and ends the compiler when this process dies (`setpriv` delivers the parent's death as a signal, and ninja
   ends its children on that).
 - `PYTORCH_NVCC` is ignored; the compiler is the one whose version is in the key.
 """
@@ -82,9 +82,9 @@ def compile_job(job: Job, tools: Toolchain, folder: Path, logs: Path) -> Compile
     """Compile and link `job` in `folder`. Raises CompileError, with log and source kept in `logs`."""
     _prepare_folder(folder, tools)
     started = time.perf_counter()
-    with _patches.applied():
+    with _patches.applied(), _name_for_ninja(folder) as name:
         try:
-            _load_inline(job, tools, folder)
+            _load_inline(job, tools, name)
         except (RuntimeError, OSError) as problem:
             raise _compile_error(job, tools, folder, logs, problem) from None
     binaries = sorted(folder.glob("*.so"))
@@ -105,7 +105,20 @@ def repeat_command(job: Job, tools: Toolchain, source: str) -> str:
     )
 
 
-def _load_inline(job: Job, tools: Toolchain, folder: Path) -> None:
+@contextlib.contextmanager
+def _name_for_ninja(folder: Path) -> Iterator[str]:
+    """A name of `folder` without the characters that torch does not escape in ninja's file."""
+    if not set(str(folder)) & set("$:\n"):
+        yield str(folder)
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        yield f"/proc/{os.getpid()}/fd/{handle}"
+    finally:
+        os.close(handle)
+
+
+def _load_inline(job: Job, tools: Toolchain, folder: str) -> None:
     from torch.utils.cpp_extension import load_inline
 
     flags = [*job.flags, toolchain.gencode(job.arch)]
@@ -118,8 +131,10 @@ def _load_inline(job: Job, tools: Toolchain, folder: Path) -> None:
         extra_cflags=["-std=c++17"],
         extra_cuda_cflags=flags,
         extra_ldflags=list(LINK_FLAGS),
-        extra_include_paths=[str(path) for path in job.include],
-        build_directory=str(folder),
+        extra_include_paths=[
+            str(path).replace("$", "$$") for path in job.include
+        ],  # torch writes them into ninja's file
+        build_directory=folder,
         with_cuda=True,
         is_python_module=False,
         no_implicit_headers=True,
@@ -201,7 +216,7 @@ def _write_ninja_script(path: Path) -> None:
     setpriv = shutil.which("setpriv")
     leash = f"{shlex.quote(setpriv)} --pdeathsig TERM " if setpriv else ""
     path.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] && exec {ninja} --version\nexec {leash}{ninja} "$@" >{LOG} 2>&1 </dev/null\n'
+        f'#!/bin/sh\n[ "$1" = --version ] && exec {ninja} --version\nTMPDIR=. exec {leash}{ninja} "$@" >{LOG} 2>&1 </dev/null\n'
     )
     path.chmod(0o700)
 
@@ -281,7 +296,11 @@ def _compile_error(job: Job, tools: Toolchain, folder: Path, logs: Path, problem
 
 def first_errors(log: str) -> list[str]:
     """The first lines of a build log that say what went wrong, each with a little of what follows it."""
-    lines = [line.rstrip() for line in log.splitlines() if line.strip() and not line.startswith(("[", "ninja:"))]
+    lines = [
+        line.rstrip()
+        for line in log.splitlines()
+        if line.strip() and not line.startswith(("[", "ninja: build stopped"))
+    ]
     chosen: list[str] = []
     for index, line in enumerate(lines):
         is_command = len(line) > _MAX_LINE or line.startswith("FAILED")
