@@ -96,7 +96,8 @@ def check(op: Any, args: tuple[Any, ...], run: Callable[..., Any]) -> list[Devia
     run(*actual)
     op.reference(*native)
     op.reference(*exact)
-    return compare(*(dict(zip(op.arguments, values, strict=True)) for values in (actual, native, exact)), op.mutated)
+    named = [dict(zip(op.arguments, values, strict=True)) for values in (actual, native, exact)]
+    return compare(named[0], named[1], named[2], op.mutated)
 
 
 def compare(

@@ -1,0 +1,141 @@
+"""Timing of operator calls: on the device inside CUDA graphs, on the host in bursts.
+
+Cold: a graph that runs the call over rotating copies of its arguments, together several times larger than L2, so that every
+call reads from memory. Small arguments stop at `MAX_COPIES` copies, which may then fit in L2: `Sample.copies` says how many
+there were. Hot: a graph that repeats the call on one copy. Each graph is replayed `REPLAYS` times between two events.
+Replays feed in-place operators their own results; normalisation and the like stay bounded under that, which a new in-place
+operator must also do to be timed here.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hpcjit import numerics
+
+MAX_COPIES = 200
+L2_ROUNDS = 4  # how many times over the cold copies exceed L2
+REPLAYS = 25
+HOT_NODES = 100
+HOT_SPAN_US = 2000.0
+BURST = 64  # eager calls between two synchronisations, well below the depth of the launch queue
+HOST_CALLS = 2048
+HOST_SPAN_S = 1.0
+
+Call = Callable[..., Any]
+Args = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Microseconds of one call: median, 20th and 80th percentile over replays; and the copies that were rotated."""
+
+    us: float
+    p20: float
+    p80: float
+    copies: int = 1
+
+
+def l2_bytes(device: torch.device) -> int:
+    """Size of the device's L2 cache."""
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+
+
+def bytes_of(args: Args) -> int:
+    """Bytes of all tensors among the arguments."""
+    return sum(value.nbytes for value in args if isinstance(value, torch.Tensor))
+
+
+def cold(call: Call, args: Args, device: torch.device) -> Sample:
+    """Time `call` on inputs that are not in L2."""
+    if device.type != "cuda":
+        return _wall_clock(call, numerics.copy_args(args))
+    wanted = L2_ROUNDS * l2_bytes(device) // max(bytes_of(args), 1) + 1
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    room = int(0.8 * free) // max(bytes_of(args), 1)
+    copies = max(1, min(max(wanted, 2), MAX_COPIES, room))
+    rotating = [numerics.copy_args(args) for _ in range(copies)]
+    return _graph(call, rotating, 1, device)
+
+
+def hot(call: Call, args: Args, device: torch.device, estimate_us: float) -> Sample:
+    """Time `call` repeated on one copy of its inputs; `estimate_us` sizes the graph."""
+    own = numerics.copy_args(args)
+    if device.type != "cuda":
+        return _wall_clock(call, own)
+    repeats = int(min(max(HOT_SPAN_US / max(estimate_us, 0.1), 4), HOT_NODES))
+    return _graph(call, [own], repeats, device)
+
+
+def _graph(call: Call, rotating: Sequence[Args], repeats: int, device: torch.device) -> Sample:
+    graph = capture(
+        lambda: [call(*args) for _ in range(repeats) for args in rotating], device, lambda: call(*rotating[0])
+    )
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize(device)
+    calls = len(rotating) * repeats
+    times = [replay_us(graph, device) / calls for _ in range(REPLAYS)]
+    graph.reset()
+    return _sample(times, len(rotating))
+
+
+def capture(body: Callable[[], Any], device: torch.device, warm_up: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """Capture `body` into a graph after running `warm_up` a few times on a side stream, as capture requires."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            warm_up()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    return graph
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, device: torch.device) -> float:
+    """Microseconds of one replay between two events."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record(torch.cuda.current_stream(device))
+    graph.replay()
+    end.record(torch.cuda.current_stream(device))
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def _wall_clock(call: Call, args: Args) -> Sample:
+    call(*args)
+    times = []
+    for _ in range(REPLAYS):
+        start = time.perf_counter()
+        call(*args)
+        times.append((time.perf_counter() - start) * 1e6)
+    return _sample(times, 1)
+
+
+def _sample(times: Sequence[float], copies: int) -> Sample:
+    fifths = statistics.quantiles(times, n=5)
+    return Sample(statistics.median(times), fifths[0], fifths[3], copies)
+
+
+def host_us(call: Callable[[], Any], device: torch.device) -> float:
+    """Host time of one eager call: the median over bursts, each short enough never to wait for the launch queue."""
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda *_: None
+    times: list[float] = []
+    stop = time.perf_counter() + HOST_SPAN_S
+    while len(times) * BURST < HOST_CALLS and (len(times) < 3 or time.perf_counter() < stop):
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(BURST):
+            call()
+        times.append((time.perf_counter() - start) * 1e6 / BURST)
+    synchronize(device)
+    return statistics.median(times)
