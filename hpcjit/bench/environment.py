@@ -82,7 +82,7 @@ def measured_copy_rate(device: torch.device) -> float:
     size = min(_COPY_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     graph = timer.capture(lambda: target.copy_(source), device, lambda: target.copy_(source))
-    return 2 * size / (1e-6 * min(timer.replay_us(graph, device) for _ in range(10)))
+    return 2 * size / (1e-6 * min(timer.span_us(graph.replay, device) for _ in range(10)))
 
 
 def smi(query: str, device: torch.device) -> str:

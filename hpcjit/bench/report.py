@@ -41,7 +41,7 @@ def _rate(row: Row) -> str:
 
 
 def _error(row: Row) -> str:
-    return "" if row.err is None else f"{row.err:.1e}" + ("" if row.ok else " WRONG")
+    return "" if row.err is None else f"{row.err:.1e}" + ("" if row.ok else "!")
 
 
 def _against(row: Row) -> str:
@@ -96,6 +96,9 @@ def print_tables(console: Console, rows: Sequence[Row], environment: Environment
     """One table per operator and the footer."""
     for op in dict.fromkeys(row.op for row in rows):
         console.print(_table(op, [row for row in rows if row.op == op]))
+    for row in rows:
+        if row.error:
+            console.print(f"failed: {row.command}: {row.error}", style="red", highlight=False, markup=False)
     for line in footer(rows, environment, ceilings):
         console.print(line, highlight=False, markup=False)
 
@@ -107,10 +110,9 @@ def _table(op: str, rows: Sequence[Row]) -> Table:
         table.add_column(heading, justify="right" if numeric else "left", no_wrap=True)
     last = ""
     for row in rows:
+        cells = [_escape(cell(row)) for _, cell, _ in columns]
         if row.error:
-            cells = [row.case, row.backend, f"[red]failed: {_escape(row.error)}"]
-        else:
-            cells = [_escape(cell(row)) for _, cell, _ in columns]
+            cells[2] = "failed"
         if row.case == last:
             cells[0] = ""
         last = row.case
@@ -125,7 +127,7 @@ def _escape(text: str) -> str:
 
 
 def _style(row: Row) -> str:
-    if not row.ok and not row.error:
+    if not row.ok:
         return "red"
     return "bold" if row.backend == _JIT else ""
 
@@ -142,15 +144,11 @@ def footer(rows: Sequence[Row], environment: Environment, ceilings: Ceilings) ->
     if graded:
         met = sum(row.us <= row.target_us for row in graded if row.us and row.target_us)
         lines.append(f"targets met: {met} of {len(graded)}")
-    lines.append(
-        f"{facts.gpu}, driver {facts.driver or '?'}, clocks {facts.clocks or '?'}, torch {facts.torch}, CUDA {facts.cuda}"
-    )
+    lines.append(f"{facts.gpu}, driver {facts.driver or '?'}, clocks {facts.clocks or '?'}, {versions}")
     if ceilings.copy:
         lines.append(f"ceiling: copy {ceilings.copy / 1e12:.2f} TB/s ({ceilings.source})")
-    lines.append(f"hpcjit {facts.hpcjit}, commit {facts.commit}, python {facts.python}")
-    lines.append(
-        "cold: graph of rotating copies (up to 200); hot: one copy; host: one eager call. Repeat a row with its 'command'."
-    )
+    lines.append(f"hpcjit {facts.hpcjit}, commit {facts.commit}")
+    lines.append("cold: graph of rotating copies (at most 200); hot: graph over one copy; host: one eager call")
     return lines
 
 

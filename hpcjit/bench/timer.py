@@ -40,6 +40,7 @@ class Sample:
     p20: float
     p80: float
     copies: int = 1
+    timer: str = "graph"
 
 
 def l2_bytes(device: torch.device) -> int:
@@ -52,8 +53,8 @@ def bytes_of(args: Args) -> int:
     return sum(value.nbytes for value in args if isinstance(value, torch.Tensor))
 
 
-def cold(call: Call, args: Args, device: torch.device) -> Sample:
-    """Time `call` on inputs that are not in L2."""
+def cold(call: Call, args: Args, device: torch.device, or_eager: bool = False) -> Sample:
+    """Time `call` on inputs that are not in L2. `or_eager` accepts a call that no graph can hold, and then times the host too."""
     if device.type != "cuda":
         return _wall_clock(call, numerics.copy_args(args))
     wanted = L2_ROUNDS * l2_bytes(device) // max(bytes_of(args), 1) + 1
@@ -61,29 +62,39 @@ def cold(call: Call, args: Args, device: torch.device) -> Sample:
     room = int(0.8 * free) // max(bytes_of(args), 1)
     copies = max(1, min(max(wanted, 2), MAX_COPIES, room))
     rotating = [numerics.copy_args(args) for _ in range(copies)]
-    return _graph(call, rotating, 1, device)
+    return _on_device(call, rotating, 1, device, or_eager)
 
 
-def hot(call: Call, args: Args, device: torch.device, estimate_us: float) -> Sample:
+def hot(call: Call, args: Args, device: torch.device, estimate_us: float, or_eager: bool = False) -> Sample:
     """Time `call` repeated on one copy of its inputs; `estimate_us` sizes the graph."""
     own = numerics.copy_args(args)
     if device.type != "cuda":
         return _wall_clock(call, own)
     repeats = int(min(max(HOT_SPAN_US / max(estimate_us, 0.1), 4), HOT_NODES))
-    return _graph(call, [own], repeats, device)
+    return _on_device(call, [own], repeats, device, or_eager)
 
 
-def _graph(call: Call, rotating: Sequence[Args], repeats: int, device: torch.device) -> Sample:
-    graph = capture(
-        lambda: [call(*args) for _ in range(repeats) for args in rotating], device, lambda: call(*rotating[0])
-    )
+def _on_device(call: Call, rotating: Sequence[Args], repeats: int, device: torch.device, or_eager: bool) -> Sample:
+    def body() -> None:
+        for _ in range(repeats):
+            for args in rotating:
+                call(*args)
+
+    run: Callable[[], Any] = body
+    kind = "eager"
+    try:
+        graph = capture(body, device, lambda: call(*rotating[0]))
+        run, kind = graph.replay, "graph"
+    except RuntimeError:
+        if not or_eager:
+            raise
+        torch.cuda.synchronize(device)
     for _ in range(3):
-        graph.replay()
+        run()
     torch.cuda.synchronize(device)
     calls = len(rotating) * repeats
-    times = [replay_us(graph, device) / calls for _ in range(REPLAYS)]
-    graph.reset()
-    return _sample(times, len(rotating))
+    times = [span_us(run, device) / calls for _ in range(REPLAYS)]
+    return _sample(times, len(rotating), kind)
 
 
 def capture(body: Callable[[], Any], device: torch.device, warm_up: Callable[[], Any]) -> torch.cuda.CUDAGraph:
@@ -101,11 +112,11 @@ def capture(body: Callable[[], Any], device: torch.device, warm_up: Callable[[],
     return graph
 
 
-def replay_us(graph: torch.cuda.CUDAGraph, device: torch.device) -> float:
-    """Microseconds of one replay between two events."""
+def span_us(run: Callable[[], Any], device: torch.device) -> float:
+    """Microseconds on the device between events before and after `run`."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record(torch.cuda.current_stream(device))
-    graph.replay()
+    run()
     end.record(torch.cuda.current_stream(device))
     end.synchronize()
     return start.elapsed_time(end) * 1e3
@@ -118,12 +129,12 @@ def _wall_clock(call: Call, args: Args) -> Sample:
         start = time.perf_counter()
         call(*args)
         times.append((time.perf_counter() - start) * 1e6)
-    return _sample(times, 1)
+    return _sample(times, 1, "host")
 
 
-def _sample(times: Sequence[float], copies: int) -> Sample:
+def _sample(times: Sequence[float], copies: int, kind: str) -> Sample:
     fifths = statistics.quantiles(times, n=5)
-    return Sample(statistics.median(times), fifths[0], fifths[3], copies)
+    return Sample(statistics.median(times), fifths[0], fifths[3], copies, kind)
 
 
 def host_us(call: Callable[[], Any], device: torch.device) -> float:
