@@ -45,20 +45,24 @@ class RowShape:
     exact: bool
 
 
-def row_shape(num_vecs: int, num_rows: int, *, max_vecs: int = 8, full_block_rows: int = 264) -> RowShape:
+def streams(num_bytes: int) -> bool:
+    """Whether a tensor is large enough to bypass the caches (evict first): it would push out what the next operator needs."""
+    return num_bytes >= 4 << 20
+
+
+def row_shape(num_vecs: int, num_rows: int, *, max_vecs: int = 8) -> RowShape:
     """The split for rows of `num_vecs` vectors.
 
-    Short rows get one warp each, four to a block. Longer ones a block with 2 to 4 vectors per thread, enough loads in flight
-    at full occupancy; a few long rows get as many threads as fit, since then one row's latency is all there is.
+    Short rows get one warp each, four to a block. Longer ones a block with four vectors per thread: measured on an H200, the
+    loads in flight at full occupancy then suffice and blocks are small enough to keep memory busy while others reduce. A few
+    long rows get as many threads as fit, since one row's latency is all there is.
     """
     if num_vecs <= 128:
         vecs = -(-num_vecs // 32)
         return RowShape(128, 32, vecs, vecs * 32 == num_vecs)
     if num_vecs > 1024 * max_vecs:
         return RowShape(1024, 1024, 0, False)
-    few = num_rows <= full_block_rows
-    for vecs in (1, 2, 4, 8):
-        threads = -(-num_vecs // (vecs * 32)) * 32
-        if threads <= (1024 if few and num_vecs > 1024 else 512) and (vecs > 1 or num_vecs <= 256):
-            return RowShape(threads, threads, vecs, threads * vecs == num_vecs)
-    return RowShape(1024, 1024, max_vecs, 1024 * max_vecs == num_vecs)
+    few_long = num_vecs >= 1536 and 8 < num_rows <= 264
+    vecs = max(2 if few_long else 4, -(-num_vecs // 1024))
+    threads = -(-num_vecs // (vecs * 32)) * 32
+    return RowShape(threads, threads, vecs, threads * vecs == num_vecs)

@@ -1,7 +1,8 @@
-// Gated activations: output[t, i] = f(input[t, i]) * input[t, hidden_size + i], f = SiLU, GELU (erf) or GELU (tanh).
+// Gated activations: output[t, i] = f(input[t, i]) * input[t, hidden_size + i], f = SiLU, GELU (erf) or GELU
+// (tanh).
 //
-// The output is one flat list of vectors; each thread makes kVecsPerThread of them, kThreads apart, all loads first. The
-// arithmetic is fp32 and rounds once. No shared memory, no ordering between threads.
+// The output is one flat list of vectors; each thread makes kVecsPerThread of them, kThreads apart, all loads
+// first. The arithmetic is fp32 and rounds once. No shared memory, no ordering between threads.
 #pragma once
 #include "hpcjit/launch.cuh"
 #include "hpcjit/math/activation.cuh"

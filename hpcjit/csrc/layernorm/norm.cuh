@@ -1,15 +1,19 @@
-// Row normalisation: RMSNorm and LayerNorm, with an optional residual add in front and FP8 quantisation behind.
+// Row normalisation: RMSNorm and LayerNorm, with an optional residual add in front and FP8 quantisation
+// behind.
 //
 //   s = input + residual                           (kHasResidual; s, rounded, replaces residual)
 //   y = s * rsqrt(mean(s^2) + eps) * w             (RMS; w = weight, or 1 + weight with kUnitOffset)
 //   y = (s - mean) * rsqrt(var + eps) * w + bias   (kLayerNorm; kHasBias)
 //   q = y / scale                                  (kQuant: scale per row from max|y|, or one given value)
 //
-// kRowThreads threads share a row: a whole block, or one warp of a block that holds kThreads / 32 rows. With kVecsPerThread
-// > 0 the row stays in registers and is read once; with 0 it is read again in every pass (mostly from L2) and may have any
-// size. All arithmetic is fp32. Reductions have a fixed order: results repeat bit for bit and do not depend on other rows.
-// Shared memory: one float per warp for each of at most three reductions. A block that takes several rows (kPersistent)
-// alternates between two such sets, so that the barriers inside one row separate it from the last reads two rows before.
+// kRowThreads threads share a row: a whole block, or one warp of a block that holds kThreads / 32 rows. With
+// kVecsPerThread > 0 the row stays in registers and is read once; with 0 it is read again in every pass
+// (mostly from L2) and may have any size. All arithmetic is fp32. Reductions have a fixed order: results
+// repeat bit for bit and do not depend on other rows. Shared memory: one float per warp for each of at most
+// three reductions, each written and read once.
+//
+// kPrefetch (few rows): the row's lines are pulled into L2 while the predecessor still runs. That reads
+// nothing, so a line that the predecessor writes later is read correctly after pdl::wait().
 #pragma once
 #include "hpcjit/launch.cuh"
 #include "hpcjit/math/reduce.cuh"
@@ -63,10 +67,12 @@ struct RowBase {
         lane(lane),
         num_vecs(int(p.hidden_size / kVec)) {}
 
-  __device__ void advance(const NormParams& p, int64_t rows) {
-    input += rows * p.input_stride;
-    residual += rows * p.residual_stride;
-    output += rows * p.output_stride;
+  __device__ void prefetch_vector(int i) const {
+    if (lane * kVec * int(sizeof(input_t)) % 128 != 0 || !inside(i)) return;  // one thread per line
+    prefetch_l2(input + offset(i));
+    if constexpr (Config::kHasResidual) prefetch_l2(residual + offset(i));
+    prefetch_l2(weight + offset(i));
+    if constexpr (Config::kHasBias) prefetch_l2(bias + offset(i));
   }
 
   __device__ int offset(int i) const { return (lane + i * Config::kRowThreads) * kVec; }
@@ -113,31 +119,31 @@ struct ResidentRow : RowBase<Config> {
 
   __device__ bool inside(int i) const { return Config::kExact || Base::inside(i); }
 
-  __device__ void issue_loads() {
+  __device__ void prefetch() const {
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) this->prefetch_vector(i);
+  }
+
+  __device__ void load() {
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
       if (!inside(i)) continue;
       raw[i].template load<Base::kIn>(this->input + this->offset(i));
-      if constexpr (Config::kHasResidual) raw_residual[i].template load<Base::kIn>(this->residual + this->offset(i));
+      if constexpr (Config::kHasResidual)
+        raw_residual[i].template load<Base::kIn>(this->residual + this->offset(i));
     }
-  }
-
-  __device__ void load_weight() {
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
       if (!inside(i)) continue;
       raw_weight[i].load(this->weight + this->offset(i));
       if constexpr (Config::kHasBias) raw_bias[i].load(this->bias + this->offset(i));
     }
-  }
-
-  __device__ void take_sums() {
 #pragma unroll
-    for (int i = 0; i < kVecs; ++i)
-      if (inside(i)) {
-        Base::add(raw[i], raw_residual[Config::kHasResidual ? i : 0], sums[i]);
-        if constexpr (Config::kHasResidual) this->store_residual(i, sums[i]);
-      }
+    for (int i = 0; i < kVecs; ++i) {
+      if (!inside(i)) continue;
+      Base::add(raw[i], raw_residual[Config::kHasResidual ? i : 0], sums[i]);
+      if constexpr (Config::kHasResidual) this->store_residual(i, sums[i]);
+    }
   }
 
   template <class F>
@@ -162,9 +168,8 @@ struct StreamedRow : RowBase<Config> {
 
   __device__ StreamedRow(const NormParams& p, int64_t row, int lane) : Base(p, row, lane) {}
 
-  __device__ void issue_loads() {}
-  __device__ void load_weight() {}
-  __device__ void take_sums() {}
+  __device__ void prefetch() const { this->prefetch_vector(0); }
+  __device__ void load() {}
 
   template <class F>
   __device__ void each(F f) {
@@ -198,14 +203,14 @@ __device__ __forceinline__ void normalise(Row& row, const NormParams& p, int64_t
 
   float mean = 0.f;
   if constexpr (Config::kLayerNorm) {
-    row.each([&](int, float(&s)[kVec]) {
+    row.each([&](int, float (&s)[kVec]) {
 #pragma unroll
       for (int j = 0; j < kVec; ++j) mean += s[j];
     });
     mean = reduce_block<Add, Config::kRowThreads>(mean, scratch) / hidden_size;
   }
   float squares = 0.f;
-  row.each([&](int, float(&s)[kVec]) {
+  row.each([&](int, float (&s)[kVec]) {
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
       const float d = Config::kLayerNorm ? s[j] - mean : s[j];
@@ -215,7 +220,7 @@ __device__ __forceinline__ void normalise(Row& row, const NormParams& p, int64_t
   squares = reduce_block<Add, Config::kRowThreads>(squares, scratch + kWarps);
   const float rstd = rsqrtf(squares / hidden_size + float(p.eps));
 
-  auto affine = [&](int i, const float(&s)[kVec], float(&y)[kVec]) {
+  auto affine = [&](int i, const float (&s)[kVec], float (&y)[kVec]) {
     float w[kVec], b[kVec];
     row.weight_at(i).to(w);
     if constexpr (Config::kHasBias) row.bias_at(i).to(b);
@@ -229,7 +234,7 @@ __device__ __forceinline__ void normalise(Row& row, const NormParams& p, int64_t
   float inverse_scale = 1.f;
   if constexpr (Config::kQuant == kQuantDynamic) {
     float largest = 0.f;
-    row.each([&](int i, float(&s)[kVec]) {
+    row.each([&](int i, float (&s)[kVec]) {
       float y[kVec];
       affine(i, s, y);
 #pragma unroll
@@ -243,7 +248,7 @@ __device__ __forceinline__ void normalise(Row& row, const NormParams& p, int64_t
     inverse_scale = 1.f / *p.scale;
   }
 
-  row.each([&](int i, float(&s)[kVec]) {
+  row.each([&](int i, float (&s)[kVec]) {
     if constexpr (Row::kReread && Config::kHasResidual) row.store_residual(i, s);
     float y[kVec];
     affine(i, s, y);
@@ -260,38 +265,16 @@ __global__ void __launch_bounds__(Config::kThreads) norm_kernel(const __grid_con
   using Row = std::conditional_t<(Config::kVecsPerThread > 0), ResidentRow<Config>, StreamedRow<Config>>;
   constexpr int kRows = Config::kThreads / Config::kRowThreads;
   static_assert(kRows == 1 || Config::kRowThreads == 32, "several rows per block: one warp each");
-  __shared__ float scratch[2][3 * (Config::kRowThreads / 32)];
+  __shared__ float scratch[3 * (Config::kRowThreads / 32)];
 
   pdl::trigger();
-  const int lane = threadIdx.x % Config::kRowThreads;
-  prefetch_l2(static_cast<const typename Config::weight_t*>(p.weight) + min(lane * Config::kVec, int(p.hidden_size) - 1));
+  const int64_t index = int64_t(blockIdx.x) * kRows + threadIdx.x / Config::kRowThreads;
+  if (index >= p.num_tokens) return;
+  Row row(p, index, threadIdx.x % Config::kRowThreads);
+  if constexpr (Config::kPrefetch) row.prefetch();
   pdl::wait();
-
-  int64_t index = int64_t(blockIdx.x) * kRows + threadIdx.x / Config::kRowThreads;
-  if constexpr (!Config::kPersistent) {
-    if (index >= p.num_tokens) return;
-    Row row(p, index, lane);
-    row.issue_loads();
-    row.load_weight();
-    row.take_sums();
-    normalise<Config>(row, p, index, scratch[0]);
-  } else {
-    // The next row's loads are in flight while this row is reduced and stored.
-    const int64_t step = int64_t(gridDim.x) * kRows;
-    if (index >= p.num_tokens) return;
-    Row row(p, index, lane);
-    row.issue_loads();
-    row.load_weight();
-    for (int half = 0; index < p.num_tokens; index += step, half ^= 1) {
-      row.take_sums();
-      Row current = row;
-      if (index + step < p.num_tokens) {
-        row.advance(p, step);
-        row.issue_loads();
-      }
-      normalise<Config>(current, p, index, scratch[half]);
-    }
-  }
+  row.load();
+  normalise<Config>(row, p, index, scratch);
 }
 
 template <class Config>
@@ -304,9 +287,7 @@ struct Norm {
   }
 
   static cudaError_t launch(const Params& p, cudaStream_t stream) {
-    constexpr int kRows = Config::kThreads / Config::kRowThreads;
-    int64_t blocks = ceil_div(p.num_tokens, kRows);
-    if (Config::kPersistent) blocks = blocks < Config::kMaxBlocks ? blocks : Config::kMaxBlocks;
+    const int64_t blocks = ceil_div(p.num_tokens, Config::kThreads / Config::kRowThreads);
     return hpcjit::launch(norm_kernel<Config>, {blocks, Config::kThreads, 0, Config::kPdl}, stream, p);
   }
 };

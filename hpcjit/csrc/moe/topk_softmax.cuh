@@ -2,14 +2,15 @@
 //
 //   x = logits                       or  softcap * tanh(logits / softcap)      (softcap > 0)
 //   p = softmax(x) in fp32
-//   ids = the top_k largest of x     or  of p + bias                           (kHasBias; bias steers the choice only)
-//   weights = p[ids]                 or  p[ids] / sum(p[ids])                  (renormalize)
+//   ids = the top_k largest of x     or  of p + bias                           (kHasBias; bias steers the
+//   choice only) weights = p[ids]                 or  p[ids] / sum(p[ids])                  (renormalize)
 //
-// One warp per token. Lane l holds the kPerLane experts l * kPerLane ... as order-preserving 32-bit keys, so that the lowest
-// lane among equals holds the lowest expert. A round is: best key of the lane, redux.max over lanes, ballot for the lowest
-// lane that has it, strike the key out. NaN logits get the smallest key of a real expert and p = 0; a struck-out or padding
-// key is smaller still, so ids are always distinct and in range. Lane i keeps winner i: top_k <= 32 costs no registers.
-// No shared memory. With every logit -inf or NaN all weights are 0.
+// One warp per token. Lane l holds the kPerLane experts l * kPerLane ... as order-preserving 32-bit keys, so
+// that the lowest lane among equals holds the lowest expert. A round is: best key of the lane, redux.max over
+// lanes, ballot for the lowest lane that has it, strike the key out. NaN logits get the smallest key of a
+// real expert and p = 0; a struck-out or padding key is smaller still, so ids are always distinct and in
+// range. Lane i keeps winner i: top_k <= 32 costs no registers. No shared memory. With every logit -inf or
+// NaN all weights are 0.
 #pragma once
 #include "hpcjit/launch.cuh"
 #include "hpcjit/math/reduce.cuh"
@@ -49,7 +50,8 @@ __device__ __forceinline__ float max_lanes(float x) {
 }
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads) topk_softmax_kernel(const __grid_constant__ TopkSoftmaxParams p) {
+__global__ void __launch_bounds__(Config::kThreads)
+    topk_softmax_kernel(const __grid_constant__ TopkSoftmaxParams p) {
   using logits_t = typename Config::logits_t;
   constexpr int kPerLane = Config::kPerLane;
   constexpr int kVec = Config::kVec;
@@ -88,7 +90,8 @@ __global__ void __launch_bounds__(Config::kThreads) topk_softmax_kernel(const __
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) largest = fmaxf(largest, x[i]);
   largest = max_lanes(largest);
-  // exp(x - largest), with 1 for the largest itself (inf - inf) and 0 for NaN and for a row without a finite logit.
+  // exp(x - largest), with 1 for the largest itself (inf - inf) and 0 for NaN and for a row without a finite
+  // logit.
   auto exponential = [&](float value) {
     if (value == largest) return largest == -INFINITY ? 0.f : 1.f;
     const float e = __expf(value - largest);
@@ -105,7 +108,8 @@ __global__ void __launch_bounds__(Config::kThreads) topk_softmax_kernel(const __
   for (int i = 0; i < kPerLane; ++i) {
     float score = x[i];
     if constexpr (Config::kHasBias) {
-      if (first + i < num_experts) score = score != score ? score : exponential(score) * inverse_total + p.bias[first + i];
+      if (first + i < num_experts)
+        score = score != score ? score : exponential(score) * inverse_total + p.bias[first + i];
     }
     key[i] = first + i < num_experts ? order_key(score) : kStruckOut;
   }
@@ -160,7 +164,8 @@ struct TopkSoftmax {
 
   static cudaError_t launch(const Params& p, cudaStream_t stream) {
     const int64_t blocks = ceil_div(p.num_tokens, Config::kThreads / 32);
-    return hpcjit::launch(topk_softmax_kernel<Config>, {blocks, Config::kThreads, 0, Config::kPdl}, stream, p);
+    return hpcjit::launch(topk_softmax_kernel<Config>, {blocks, Config::kThreads, 0, Config::kPdl}, stream,
+                          p);
   }
 };
 

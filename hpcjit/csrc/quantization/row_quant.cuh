@@ -4,9 +4,9 @@
 //   scale[t] = max(max_i |y[t, i]|, 1e-10) / 448
 //   output[t, i] = e4m3(y[t, i] / scale[t])
 //
-// kRowThreads threads share a row: a block, or one warp of a block of several rows. With kVecsPerThread > 0 the row stays in
-// registers; with 0 it is read twice and may have any size. NaN elements stay NaN and do not enter the maximum.
-// Shared memory: one float per warp, written and read once.
+// kRowThreads threads share a row: a block, or one warp of a block of several rows. With kVecsPerThread > 0
+// the row stays in registers; with 0 it is read twice and may have any size. NaN elements stay NaN and do not
+// enter the maximum. Shared memory: one float per warp, written and read once.
 #pragma once
 #include "hpcjit/launch.cuh"
 #include "hpcjit/math/activation.cuh"
@@ -46,7 +46,8 @@ struct QuantRow {
   __device__ Raw load(int i) const {
     Raw raw;
     raw.value.template load<Cache::kStream>(input + offset(i));
-    if constexpr (kKind != Activation::kNone) raw.up.template load<Cache::kStream>(input + hidden_size + offset(i));
+    if constexpr (kKind != Activation::kNone)
+      raw.up.template load<Cache::kStream>(input + hidden_size + offset(i));
     return raw;
   }
 
@@ -72,7 +73,7 @@ struct QuantRow {
     for (int j = 0; j < kVec; ++j) scaled[j] = y[j] * inverse_scale;
     Vec<e4m3, kVec> q;
     q.from(scaled);
-    q.store(output + offset(i));
+    q.template store<Config::kStreamOut ? Cache::kStream : Cache::kDefault>(output + offset(i));
   }
 };
 
@@ -83,7 +84,8 @@ __device__ __forceinline__ float row_scale(float largest, float* scratch) {
 }
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads) row_quant_kernel(const __grid_constant__ RowQuantParams p) {
+__global__ void __launch_bounds__(Config::kThreads)
+    row_quant_kernel(const __grid_constant__ RowQuantParams p) {
   using Row = QuantRow<Config>;
   constexpr int kRows = Config::kThreads / Config::kRowThreads;
   constexpr int kVec = Config::kVec;

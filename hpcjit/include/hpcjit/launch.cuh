@@ -5,7 +5,9 @@
 
 namespace hpcjit {
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
 
 struct LaunchShape {
   int64_t blocks;
@@ -15,7 +17,8 @@ struct LaunchShape {
 };
 
 template <class... Params, class... Args>
-inline cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t stream, Args... args) {
+inline cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t stream,
+                          Args... args) {
   if (shape.blocks == 0) return cudaSuccess;
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

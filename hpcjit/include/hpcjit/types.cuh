@@ -1,7 +1,7 @@
 // Element types and their conversions to and from fp32.
 //
-// These replace cuda_bf16.h and cuda_fp8.h, whose parsing alone costs a second of every first call. Conversions round to
-// nearest even; fp8 saturates to +-448 and keeps NaN.
+// These replace cuda_bf16.h and cuda_fp8.h, whose parsing alone costs a second of every first call.
+// Conversions round to nearest even; fp8 saturates to +-448 and keeps NaN.
 #pragma once
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -22,11 +22,16 @@ using int32 = int32_t;
 using int64 = int64_t;
 
 constexpr float kE4m3Max = 448.f;
-// Smallest max|x| that a dynamic scale is made from: an all-zero row gets a tiny positive scale and zeros, not 0 / 0.
+// Smallest max|x| that a dynamic scale is made from: an all-zero row gets a tiny positive scale and zeros,
+// not 0 / 0.
 constexpr float kQuantFloor = 1e-10f;
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float(uint32_t(x.bits) << 16); }
+__device__ __forceinline__ float to_float(float x) {
+  return x;
+}
+__device__ __forceinline__ float to_float(bf16 x) {
+  return __uint_as_float(uint32_t(x.bits) << 16);
+}
 __device__ __forceinline__ float to_float(fp16 x) {
   float y;
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
@@ -56,16 +61,17 @@ __device__ __forceinline__ uint16_t pack2_e4m3(float lo, float hi) {
   return y;
 }
 #else
-// SM80 and SM86 have no fp8 conversion: round the significand in integer arithmetic. Below 2^-6 the grid is uniform with
-// step 2^-9, which adding and subtracting 2^14 (ulp 2^-9) rounds to exactly.
+// SM80 and SM86 have no fp8 conversion: round the significand in integer arithmetic. Below 2^-6 the grid is
+// uniform with step 2^-9, which adding and subtracting 2^14 (ulp 2^-9) rounds to exactly.
 __device__ __forceinline__ uint8_t round_e4m3(float x) {
   uint32_t sign = (__float_as_uint(x) >> 24) & 0x80u;
   float a = fabsf(x);
   if (!(a == a)) return uint8_t(0x7f);
   if (a >= 464.f) return uint8_t(sign | 0x7e);
-  if (a < 0.015625f) return uint8_t(sign | uint32_t(__fadd_rn(a, 16384.f) - 16384.f == 0.f
-                                                         ? 0.f
-                                                         : (__fadd_rn(a, 16384.f) - 16384.f) * 512.f));
+  if (a < 0.015625f)
+    return uint8_t(
+        sign |
+        uint32_t(__fadd_rn(a, 16384.f) - 16384.f == 0.f ? 0.f : (__fadd_rn(a, 16384.f) - 16384.f) * 512.f));
   uint32_t u = __float_as_uint(a);
   u += 0x7ffffu + ((u >> 20) & 1u);  // carry may move into the exponent, as it should
   uint32_t code = (u >> 20) - (120u << 3);
@@ -79,12 +85,20 @@ __device__ __forceinline__ uint16_t pack2_e4m3(float lo, float hi) {
 template <class T>
 __device__ __forceinline__ T from_float(float x);
 template <>
-__device__ __forceinline__ float from_float<float>(float x) { return x; }
+__device__ __forceinline__ float from_float<float>(float x) {
+  return x;
+}
 template <>
-__device__ __forceinline__ bf16 from_float<bf16>(float x) { return bf16{uint16_t(pack2<bf16>(x, 0.f))}; }
+__device__ __forceinline__ bf16 from_float<bf16>(float x) {
+  return bf16{uint16_t(pack2<bf16>(x, 0.f))};
+}
 template <>
-__device__ __forceinline__ fp16 from_float<fp16>(float x) { return fp16{uint16_t(pack2<fp16>(x, 0.f))}; }
+__device__ __forceinline__ fp16 from_float<fp16>(float x) {
+  return fp16{uint16_t(pack2<fp16>(x, 0.f))};
+}
 template <>
-__device__ __forceinline__ e4m3 from_float<e4m3>(float x) { return e4m3{uint8_t(pack2_e4m3(x, 0.f))}; }
+__device__ __forceinline__ e4m3 from_float<e4m3>(float x) {
+  return e4m3{uint8_t(pack2_e4m3(x, 0.f))};
+}
 
 }  // namespace hpcjit

@@ -9,7 +9,7 @@ import torch
 from hpcjit import checks
 from hpcjit.build import Config, Template
 from hpcjit.jit_op import NOTHING, Plan
-from hpcjit.ops._rows import TYPE_NAMES, row_shape, vector_width
+from hpcjit.ops._rows import TYPE_NAMES, row_shape, streams, vector_width
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -31,8 +31,7 @@ class NormConfig(Config):
     quant: int = 0
     stream_in: bool = False
     stream_out: bool = False
-    persistent: bool = False
-    max_blocks: int = 0
+    prefetch: bool = False
     pdl: bool = True
 
 
@@ -80,6 +79,7 @@ def norm_plan(
     placed += [(tensor, stride) for tensor, stride in ((residual, residual_stride), (bias, 0)) if tensor is not None]
     vec = vector_width(hidden_size, input.element_size(), placed)
     shape = row_shape(hidden_size // vec, num_tokens, max_vecs=8 if input.element_size() == 2 and vec > 1 else 4)
+    large = streams(input.numel() * input.element_size())
     config = NormConfig(
         input_t=TYPE_NAMES[input.dtype],
         weight_t=TYPE_NAMES[weight.dtype],
@@ -91,6 +91,9 @@ def norm_plan(
         exact=shape.exact,
         has_residual=residual is not None,
         has_bias=bias is not None,
+        stream_in=large,
+        stream_out=large,
+        prefetch=not large,
         **options,  # type: ignore[arg-type]
     )
     return Plan(

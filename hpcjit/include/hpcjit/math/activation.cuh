@@ -1,5 +1,5 @@
-// Activations in fp32. kPrecise is for fp32 tensors; 16-bit tensors round away what the fast form loses (relative error below
-// 2^-18 for |x| < 64, where the 16-bit result has not yet vanished).
+// Activations in fp32. kPrecise is for fp32 tensors; 16-bit tensors round away what the fast form loses
+// (relative error below 2^-18 for |x| < 64, where the 16-bit result has not yet vanished).
 #pragma once
 #include <cuda_runtime.h>
 

@@ -22,8 +22,8 @@ __device__ __forceinline__ float reduce_lanes(float x, Op op = Op()) {
   return x;
 }
 
-// Over kThreads consecutive threads (whole warps) that all call it. `scratch` holds kThreads / 32 floats of their own; one
-// barrier only, so the caller must not reuse the scratch before another barrier has passed.
+// Over kThreads consecutive threads (whole warps) that all call it. `scratch` holds kThreads / 32 floats of
+// their own; one barrier only, so the caller must not reuse the scratch before another barrier has passed.
 template <class Op, int kThreads>
 __device__ __forceinline__ float reduce_block(float x, float* scratch, Op op = Op()) {
   constexpr int kWarps = kThreads / 32;

@@ -1,7 +1,7 @@
-// Programmatic dependent launch. Rules kept by every kernel here: wait() before the first read of anything a predecessor
-// may have written and before the first write of anything it may still read; trigger() as early as possible. An early
-// trigger is safe because a dependent's own wait() returns only after this grid has finished and flushed its writes.
-// Both are no-ops when the launch did not ask for it.
+// Programmatic dependent launch. Rules kept by every kernel here: wait() before the first read of anything a
+// predecessor may have written and before the first write of anything it may still read; trigger() as early
+// as possible. An early trigger is safe because a dependent's own wait() returns only after this grid has
+// finished and flushed its writes. Both are no-ops when the launch did not ask for it.
 #pragma once
 
 namespace hpcjit::pdl {

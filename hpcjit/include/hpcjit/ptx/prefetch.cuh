@@ -1,9 +1,12 @@
-// Hints that move lines towards the SM without reading them. A prefetch into L2 is never wrong, even of memory that a
-// predecessor is still writing: L2 is where its stores land. So it may stand before pdl::wait().
+// Hints that move lines towards the SM without reading them. A prefetch into L2 is never wrong, even of
+// memory that a predecessor is still writing: L2 is where its stores land. So it may stand before
+// pdl::wait().
 #pragma once
 
 namespace hpcjit {
 
-__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+__device__ __forceinline__ void prefetch_l2(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
 
 }  // namespace hpcjit

@@ -9,28 +9,41 @@ enum class Cache { kDefault, kStream };  // kStream: read or written once, leave
 template <int kBytes>
 struct Word;
 template <>
-struct Word<1> { using type = uint8_t; };
+struct Word<1> {
+  using type = uint8_t;
+};
 template <>
-struct Word<2> { using type = uint16_t; };
+struct Word<2> {
+  using type = uint16_t;
+};
 template <>
-struct Word<4> { using type = uint32_t; };
+struct Word<4> {
+  using type = uint32_t;
+};
 template <>
-struct Word<8> { using type = uint2; };
+struct Word<8> {
+  using type = uint2;
+};
 template <>
-struct Word<16> { using type = uint4; };
+struct Word<16> {
+  using type = uint4;
+};
 
 template <class T, int kN>
 struct alignas(sizeof(T) * kN > 16 ? 16 : sizeof(T) * kN) Vec {
   static constexpr int kBytes = sizeof(T) * kN;
   static constexpr int kWordBytes = kBytes > 16 ? 16 : kBytes;
   static constexpr int kWords = kBytes / kWordBytes;
-  static_assert(kBytes % kWordBytes == 0 && (kBytes & (kBytes - 1)) == 0, "a vector is a power of two of bytes");
+  static_assert(kBytes % kWordBytes == 0 && (kBytes & (kBytes - 1)) == 0,
+                "a vector is a power of two of bytes");
   using word_t = typename Word<kWordBytes>::type;
 
   T data[kN];
 
   __device__ __forceinline__ word_t& word(int i) { return reinterpret_cast<word_t*>(this)[i]; }
-  __device__ __forceinline__ const word_t& word(int i) const { return reinterpret_cast<const word_t*>(this)[i]; }
+  __device__ __forceinline__ const word_t& word(int i) const {
+    return reinterpret_cast<const word_t*>(this)[i];
+  }
 
   template <Cache kCache = Cache::kDefault>
   __device__ __forceinline__ void load(const T* source) {
