@@ -78,6 +78,11 @@ class Entry:
         return str(self.manifest["key"])
 
     @property
+    def identity(self) -> tuple[str, ...]:
+        """What the entry claims to be."""
+        return tuple(str(self.manifest[name]) for name in ("op", "arch", "key", "source_key"))
+
+    @property
     def config(self) -> str:
         """The config as one readable line."""
         return str(self.manifest["config_text"])
@@ -241,6 +246,7 @@ def publish(staged: Path, final: Path) -> Entry:
     When the move keeps failing (a network file system that contradicts itself) the staged folder itself is the result:
     it serves this process and is swept later.
     """
+    ours = read_entry(staged)
     for attempt in range(5):
         try:
             for folder in (final.parent.parent, final.parent):
@@ -250,14 +256,15 @@ def publish(staged: Path, final: Path) -> Entry:
             with contextlib.suppress(CacheError):
                 winner = read_entry(final)
                 winner.verify()
-                return winner
+                if winner.identity == ours.identity:
+                    return winner
             _set_aside(final, staged.parent)
             time.sleep(0.01 * attempt)
         else:
             with contextlib.suppress(OSError):
                 _fsync(final.parent)
             return read_entry(final)
-    return read_entry(staged)
+    return ours
 
 
 def _set_aside(bad: Path, staging: Path) -> None:

@@ -6,8 +6,8 @@ torch's build takes some things from its surroundings, and this file controls ea
   the toolkit that we found, and empty archives in place of torch's libraries (a CPU build of torch lacks some of them,
   our binaries need none). torch puts both on the link line unquoted, so a path with a space would break it.
 - `ninja` is found through a script of ours: it keeps the full log and the compiler's temporary files in the build
-  folder, finds ninja where PATH does not show it, and ends the compiler when this process dies (`setpriv` delivers the parent's death as a signal, and ninja
-  ends its children on that).
+  folder, finds ninja where PATH does not show it, and ends the compiler when this process dies (`setpriv` delivers the
+  parent's death as a signal, and ninja ends its children on that).
 - `PYTORCH_NVCC` is ignored; the compiler is the one whose version is in the key.
 """
 
@@ -194,6 +194,8 @@ class _Patches:
             extension = _import_extension()
             stack.enter_context(_attribute(extension, "CUDA_HOME", "cuda"))
             stack.enter_context(_attribute(extension, "TORCH_LIB_PATH", "lib"))
+            if hasattr(extension, "FileLock"):  # torch locks the build folder, which is private and may be on a disk
+                stack.enter_context(_attribute(extension, "FileLock", contextlib.nullcontext))  # without locks
             self.undo = stack.pop_all()
 
 
@@ -264,7 +266,7 @@ def _attribute(owner: object, name: str, value: object) -> Iterator[None]:
 # --- what the compiler said -----------------------------------------------------------------------------------------
 
 _ERROR_LINE = re.compile(
-    r"\berror\b|\bfatal\b|undefined reference|cannot find|No space left|Killed|not found", re.IGNORECASE
+    r"\berror\b|\bfatal\b|undefined reference|cannot find|No space left|Killed|not found|failed to", re.IGNORECASE
 )
 _MAX_ERROR_LINES = 12
 _MAX_LINE = 400
@@ -279,7 +281,9 @@ def read_log(folder: Path) -> str:
 
 
 def _compile_error(job: Job, tools: Toolchain, folder: Path, logs: Path, problem: Exception) -> CompileError:
-    log = read_log(folder) or str(problem)
+    log = read_log(folder)
+    if "FAILED:" not in log:  # not a compiler's failure: ninja did not start, or the binary could not be opened
+        log += "".join(f"\n{type(e).__name__}: {e}" for e in (problem, problem.__cause__) if e)
     kept = _keep(job, logs, log)
     source = str(kept.with_suffix(".cu")) if kept else "kernel.cu"
     message = [

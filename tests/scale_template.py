@@ -92,7 +92,9 @@ def pip_layout(site: Path) -> Toolkit:
     return toolkit
 
 
-def python(code: str, package: Path = REPOSITORY, stderr: int = subprocess.PIPE, **env: str | None) -> subprocess.Popen:
+def python(
+    code: str, package: Path = REPOSITORY, stderr: int = subprocess.PIPE, stdin: int | None = None, **env: str | None
+) -> subprocess.Popen:
     """Start `code` in a new Python with the template at hand; a variable of value None is removed."""
     prelude = "from hpcjit import build, cache\nfrom scale_template import *\nimport sys, os, time\n"
     path = os.pathsep.join([str(package), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
@@ -102,6 +104,7 @@ def python(code: str, package: Path = REPOSITORY, stderr: int = subprocess.PIPE,
         env={name: value for name, value in merged.items() if value is not None},
         cwd=package,
         stdout=subprocess.PIPE,
+        stdin=stdin,
         stderr=stderr,
         text=True,
     )

@@ -297,12 +297,12 @@ def test_wrapper_script_compiles_and_links(fresh, monkeypatch, tmp_path):
 def test_spaces_and_letters_in_every_path(monkeypatch, tmp_path, fresh):
     odd = tmp_path / "größe mit leerzeichen"
     toolkit = Toolkit(odd / "cuda")
-    shutil.copytree(DATA, odd / "it's data")
+    shutil.copytree(DATA, odd / "meine daten")
     (odd / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(odd / "tmp"))
     monkeypatch.setenv("HPCJIT_CUDA_HOME", str(toolkit.home))
     monkeypatch.setenv("HPCJIT_CACHE_DIR", str(odd / "cache: 1 $dollar it's"))
-    kernel = build.load(scale_template(odd / "it's data"), ScaleConfig(), arch=ARCH)
+    kernel = build.load(scale_template(odd / "meine daten"), ScaleConfig(), arch=ARCH)
     assert odd in kernel.path.parents
     assert toolkit.compiles == 1
 

@@ -76,7 +76,7 @@ def test_values_that_are_no_constants_are_refused(change):
 
 
 def test_config_of_another_template_is_refused():
-    with pytest.raises(TypeError, match="test.scale takes a ScaleConfig, got EveryKind"):
+    with pytest.raises(TypeError, match=r"test\.scale takes a ScaleConfig, got EveryKind"):
         build.source(SCALE, EveryKind())
 
 
