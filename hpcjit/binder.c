@@ -141,8 +141,12 @@ static PyObject* make(PyObject* module, PyObject* args) {
   return (PyObject*)self;
 }
 
+#include "caller.h"
+
 static PyMethodDef methods[] = {
     {"make", make, METH_VARARGS, "make(address, kinds, fail) -> callable(device, stream, *slots)"},
+    {"caller", make_caller, METH_VARARGS, "caller(kinds, exchange, Tensor, Parameter, grad_enabled, miss) -> callable(*args)"},
+    {"bound", make_bound, METH_VARARGS, "bound(address, device, owner, fail, slots) -> what a caller can launch"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -152,5 +156,5 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit_hpcjit_binder(void) {
   launcher_type = (PyTypeObject*)PyType_FromSpec(&launcher_spec);
-  return launcher_type ? PyModule_Create(&definition) : NULL;
+  return launcher_type && add_caller_types() ? PyModule_Create(&definition) : NULL;
 }

@@ -23,6 +23,7 @@ from hpcjit import cache, folders, settings
 from hpcjit.errors import CacheError
 
 SOURCE = Path(__file__).with_name("binder.c")
+HEADER = Path(__file__).with_name("caller.h")
 _TIMEOUT_S = 120
 _UNTRIED = object()
 
@@ -51,7 +52,7 @@ os.register_at_fork(after_in_child=_reset_lock)
 def wanted() -> cache.Wanted:
     """The cache entry of this Python's binder."""
     abi = importlib.machinery.EXTENSION_SUFFIXES[0].strip(".").removesuffix(".so")
-    facts = [SOURCE.read_text(), abi, platform.machine(), platform.python_version()]
+    facts = [SOURCE.read_text(), HEADER.read_text(), abi, platform.machine(), platform.python_version()]
     key = hashlib.sha256("\n".join(facts).encode()).hexdigest()
     return cache.Wanted(op=abi, arch="binder", config="binder", source_key=key, key=key)
 

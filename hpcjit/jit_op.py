@@ -1,8 +1,8 @@
 """Operators whose JIT backend is planned once per call signature.
 
-The signature is everything that may change the code or the constants of a launch: dtypes, shapes, strides, 16-byte
-alignment, device, and every argument that is not a float. Floats are run-time arguments. A plan is made, and everything
-that can be wrong with a call checked, when a signature is first seen; a repeated one costs a look-up and the launch.
+The signature is all that may change the code or the constants of a launch, or make the call wrong: dtypes, shapes,
+strides, 16-byte alignment, device, and every other argument. A plan is made, and everything that can be wrong with a call
+checked, when a signature is first seen; a repeated one costs a look-up and the launch (see `caller.h`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from hpcjit import build, launch, settings
+from hpcjit import build, caller, launch, settings
 from hpcjit.errors import ArgumentError
 from hpcjit.fused_op import BaseFusedOp
 
 MAX_PLANS = 8192  # per operator; a server sees a few hundred signatures, unbounded sequence lengths must not leak
 
 _ARGUMENT = re.compile(r"(Tensor|float|int|bool|str|ScalarType)(\([a-z]!\))?\??\s+(\w+)")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,6 @@ class JitOp(BaseFusedOp):
             cls.kinds = tuple(kind.lower() for kind, _, _ in found)
             cls.mutated = tuple(name for _, alias, name in found if alias)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._plans: dict[tuple[Any, ...], Callable[..., None]] = {}
-
     def check(self, *args: Any) -> None:
         """Raise an `ArgumentError` if the call is not one that the operator takes, on any device."""
         raise NotImplementedError
@@ -80,85 +75,79 @@ class JitOp(BaseFusedOp):
         self.reference(*args)
 
     def forward_jit(self, *args: Any) -> None:
-        try:
-            key = self._signature(args)
-        except (AttributeError, RuntimeError):
-            key = None  # not a tensor, or one without memory (a fake tensor)
-        run = self._plans.get(key) if key is not None else None
-        if run is None:
-            run = self._bind(key, args)
-        run(*args)
+        # The first call puts the caller itself in this method's place, so that later ones reach it directly.
+        kinds = "".join({"tensor": "t", "float": "f"}.get(kind, "k") for kind in self.kinds)
+        self._caller = caller.make(kinds, self._miss)
+        self.forward_jit = self._caller  # type: ignore[method-assign]
+        self._decisions.clear()
+        self._caller(*args)
 
-    def _signature(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        key: list[Any] = []
-        addresses = 0
-        for kind, value in zip(self.kinds, args, strict=True):
-            if kind == "tensor" and value is not None:
-                addresses |= value.data_ptr()
-                key += (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
-            elif kind != "float":
-                key.append(value)
-        return (*key, addresses & 15, torch.is_grad_enabled())
-
-    def _bind(self, key: tuple[Any, ...] | None, args: tuple[Any, ...]) -> Callable[..., None]:
+    def _miss(self, key: Any, args: tuple[Any, ...]) -> None:
+        if len(args) != len(self.arguments):
+            raise TypeError(f"{self.op}: expected {len(self.arguments)} arguments, got {len(args)}")
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
-        if any(type(value) not in _PLAIN for value in tensors):
-            return getattr(torch.ops.hpcjit, self.op.replace(".", "_"))
+        if any(type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for value in tensors):
+            # A fake tensor, a distributed one, ...: torch's dispatcher knows what the operator means for it.
+            getattr(torch.ops.hpcjit, self.op.replace(".", "_"))(*args)
+            return
         self.check(*args)
-        if key is None:  # no signature can be made, yet check found nothing wrong with it
-            raise ArgumentError(self.op, self.arguments[0], "a tensor with memory of its own", tensors)
         plan = self.plan(*args)
-        run = _do_nothing if isinstance(plan, str) else bind(self, plan, tensors[0].get_device())
-        if len(self._plans) >= MAX_PLANS:
-            self._plans.clear()
-        self._plans[key] = run
-        return run
+        device = tensors[0].get_device()
+        run = _do_nothing if isinstance(plan, str) else self._runner(plan, device, anywhere=key is None)
+        if key is None:
+            run(*args)
+            return
+        if len(self._caller.remembered) >= MAX_PLANS:
+            self._caller.remembered.clear()
+        self._caller.remembered[key] = run
+        self._caller(*args)
+
+    def _runner(self, plan: Plan, device: int, anywhere: bool = False) -> Any:
+        """What launches `plan`: a `caller.bound`, or Python where a launch needs more than a launch (or runs `anywhere`)."""
+        kernel = build.load(plan.template, plan.config, device=device)
+        debug = settings.read().debug
+        sources = [self._source(name, plan.values.get(name, name)) for name in plan.template.params]
+        if anywhere or debug or plan.workspace_bytes:
+            return _with_scratch(self, plan, kernel, device, sources, debug)
+        sources = [("constant", 0) if source == "scratch" else (source, value) for source, value in sources]
+        return caller.bound(self._caller, kernel, device, sources)
+
+    def _source(self, name: str, value: int | float | str) -> caller.Source:
+        if name in ("fault", "workspace"):
+            return "scratch", name
+        if not isinstance(value, str):
+            return "constant", value
+        if value not in self.arguments:
+            raise TypeError(f"{self.op}: launch parameter '{name}' has no value")
+        index = self.arguments.index(value)
+        return ("address" if self.kinds[index] == "tensor" else "float"), index
 
 
 def _do_nothing(*args: Any) -> None:
     pass
 
 
-def bind(op: JitOp, plan: Plan, device: int) -> Callable[..., None]:
-    """The callable that launches `plan` with the arguments of one call."""
-    kernel = build.load(plan.template, plan.config, device=device)
-    values = dict(plan.values)
-    position = {name: i for i, name in enumerate(op.arguments)}
-    debug = settings.read().debug
-    slots: list[Callable[[tuple[Any, ...], dict[str, int]], Any]] = []
-    for name in plan.template.params:
-        slots.append(_slot(op, name, values.get(name, name), position))
-
+def _with_scratch(
+    op: JitOp, plan: Plan, kernel: launch.Kernel, device: int, sources: list[caller.Source], debug: bool
+) -> Callable[..., None]:
     def run(*args: Any) -> None:
-        scratch = {"fault": 0, "workspace": 0}
+        scratch: dict[str, int] = {"fault": 0, "workspace": 0}
         if plan.workspace_bytes:
-            memory = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
+            memory = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=f"cuda:{device}")
             scratch["workspace"] = memory.data_ptr()
-        if debug and plan.fault_text:
-            fault = torch.zeros(4, dtype=torch.int64, device=device)
+        watched = debug and plan.fault_text and not launch.capturing()
+        if watched:
+            fault = torch.zeros(4, dtype=torch.int64, device=f"cuda:{device}")
             scratch["fault"] = fault.data_ptr()
-        kernel.launch(device, launch.raw_stream(device), *[slot(args, scratch) for slot in slots])
-        if debug and not launch.capturing():
-            torch.cuda.synchronize(device)
-            if plan.fault_text:
-                raise_fault(op.op, plan.fault_text, fault.tolist())
+        slots = [
+            scratch[value] if source == "scratch" else caller.slot_value(source, value, args)
+            for source, value in sources
+        ]
+        kernel.launch(device, launch.raw_stream(device), *slots)
+        if watched:
+            raise_fault(op.op, plan.fault_text, fault.tolist())
 
     return run
-
-
-def _slot(
-    op: JitOp, name: str, value: int | float | str, position: Mapping[str, int]
-) -> Callable[[tuple[Any, ...], dict[str, int]], Any]:
-    if name in ("fault", "workspace"):
-        return lambda args, scratch: scratch[name]
-    if not isinstance(value, str):
-        return lambda args, scratch: value
-    index = position.get(value)
-    if index is None:
-        raise TypeError(f"{op.op}: launch parameter '{name}' has no value")
-    if op.kinds[index] == "tensor":
-        return lambda args, scratch: 0 if args[index] is None else args[index].data_ptr()
-    return lambda args, scratch: float(args[index])
 
 
 def raise_fault(op: str, text: str, record: list[int]) -> None:

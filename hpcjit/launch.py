@@ -66,8 +66,8 @@ class Kernel:
         self.kinds = self.error_text(-1)
         if len(self.kinds) != len(params):
             raise CacheError(f"{path}: takes {len(self.kinds)} slots, its template names {len(params)}")
-        address = ctypes.cast(self._library.hpcjit_launch, ctypes.c_void_p).value or 0
-        self.launch = make_launcher(address, self.kinds, self._fail)
+        self.address = ctypes.cast(self._library.hpcjit_launch, ctypes.c_void_p).value or 0
+        self.launch = make_launcher(self.address, self.kinds, self._fail)
 
     def error_text(self, code: int) -> str:
         """The CUDA runtime's text for an error code."""
