@@ -131,7 +131,10 @@ def find_nvcc() -> Nvcc:
     if misfits:
         raise ToolchainError(
             f"torch {_torch_version()} uses CUDA {wanted} and kernels must be compiled by an nvcc of that major version; "
-            "found only\n" + "\n".join(misfits) + f"\nRemedy: {REMEDY} of CUDA {wanted}."
+            "found only\n"
+            + "\n".join(misfits)
+            + f"\nRemedy: set HPCJIT_CUDA_HOME to a CUDA {wanted} toolkit, or pip install "
+            f"'cuda-toolkit[nvcc,cccl,cudart]=={wanted}.*'."
         )
     raise ToolchainError("no usable nvcc found. Looked in\n" + "\n".join(looked) + f"\nRemedy: {REMEDY}.")
 
