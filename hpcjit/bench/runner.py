@@ -18,10 +18,12 @@ from hpcjit.bench import timer
 from hpcjit.bench.environment import Ceilings, Environment
 from hpcjit.bench.targets import Targets
 from hpcjit.cases import Args, Case, cases_of
-from hpcjit.errors import ArgumentError, HpcjitError, UnknownOpError
+from hpcjit.errors import ArgumentError, HpcjitError
 from hpcjit.fused_op import use_backend
 from hpcjit.jit_op import JitOp
+from hpcjit.naming import resolve_op
 from hpcjit.registry import ops, registry
+from hpcjit.replay import operator
 from hpcjit.spec import KernelBackend, PlatformInfo, did_you_mean
 
 L2_MODES = ("cold", "hot", "both")
@@ -125,22 +127,6 @@ def choose_cases(names: Sequence[str], patterns: Sequence[str]) -> list[Case]:
     return chosen
 
 
-def resolve_op(name: str) -> str:
-    """The full name of an operator that may be given without its group.
-
-    Raises:
-        UnknownOpError: no such operator; suggests the closest name.
-    """
-    if "." not in name:
-        matches = [op for op in ops() if op.partition(".")[2] == name]
-        if len(matches) == 1:
-            return matches[0]
-        close = did_you_mean(name, [op.partition(".")[2] for op in ops()])
-        raise UnknownOpError(f"unknown operator '{name}'{close}")
-    registry.specs(name)
-    return name
-
-
 def make_jobs(cases: Iterable[Case], backends: Sequence[str], device: torch.device) -> list[Job]:
     """Every case on every backend that can run here, or on the named ones, ordered by backend.
 
@@ -150,21 +136,12 @@ def make_jobs(cases: Iterable[Case], backends: Sequence[str], device: torch.devi
     wanted = [KernelBackend.of(name) for name in backends]
     jobs = []
     for case in cases:
-        op = op_of(case.op)
+        op = operator(case.op)
         declared = [spec.backend for spec in registry.specs(case.op)]
         for backend in [b for b in declared if b in wanted] if wanted else declared:
             if wanted or usable(op, backend, device):
                 jobs.append(Job(op, case, backend))
     return sorted(jobs, key=lambda job: ORDER.index(job.backend))
-
-
-def op_of(name: str) -> JitOp:
-    """The operator object behind a registered name."""
-    for spec in registry.specs(name):
-        owner = spec.load_owner()
-        if isinstance(owner, JitOp):
-            return owner
-    raise ArgumentError("bench", "op", "an operator of hpcjit's own", name)
 
 
 def usable(op: JitOp, backend: KernelBackend, device: torch.device) -> bool:
@@ -285,7 +262,10 @@ def _public_call(job: Job, args: Args) -> Callable[[], Any] | None:
     group, _, name = job.case.op.partition(".")
     public = getattr(importlib.import_module(f"hpcjit.ops.{group}"), name)
     parameters = inspect.signature(public).parameters
-    named = dict(zip(job.op.arguments, args, strict=True))
+    named = {
+        f"out_{argument}" if f"out_{argument}" in parameters else argument: value
+        for argument, value in zip(job.op.arguments, args, strict=True)
+    }
     if not set(named) <= set(parameters):
         return None
     positional, options = [], {}

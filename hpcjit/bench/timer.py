@@ -54,7 +54,7 @@ def bytes_of(args: Args) -> int:
 
 
 def cold(call: Call, args: Args, device: torch.device, or_eager: bool = False) -> Sample:
-    """Time `call` on inputs that are not in L2. `or_eager` accepts a call that no graph can hold, and then times the host too."""
+    """Time `call` on inputs that are not in L2. With `or_eager` a call that no graph can hold is timed with its host part."""
     if device.type != "cuda":
         return _wall_clock(call, numerics.copy_args(args))
     wanted = L2_ROUNDS * l2_bytes(device) // max(bytes_of(args), 1) + 1

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hpcjit.bench import environment, report, runner, targets
 from hpcjit.bench.runner import Bench, Job, Row
+from hpcjit.cli import _show
 from hpcjit.errors import ArgumentError, BackendError
+from hpcjit.naming import resolve_op
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -86,9 +87,9 @@ def _device(name: str) -> torch.device:
 def _jobs(options: argparse.Namespace, device: torch.device) -> list[Job]:
     backends = [name for name in options.backend.split(",") if name]
     if options.trace:
-        from hpcjit.bench.replay import cases_of_trace
+        from hpcjit.replay import cases_of_trace
 
-        cases = cases_of_trace(options.trace, [runner.resolve_op(name) for name in options.op])
+        cases = cases_of_trace(options.trace, [resolve_op(name) for name in options.op])
     else:
         cases = runner.choose_cases(options.op, options.case)
     return runner.make_jobs(cases, backends, device)
@@ -107,8 +108,7 @@ def _prepare(folder: Path | None) -> list[Row]:
 def _measure(bench: Bench, jobs: Sequence[Job], options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     skipped = 0
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with _show.progress_bar() as progress:
         task = progress.add_task("", total=len(jobs))
         for job, row in bench.run(jobs, options.time_limit):
             progress.update(task, advance=1, description=f"{job.case.op} {job.case.name} {job.backend}")

@@ -1,0 +1,297 @@
+"""Which operators a language model calls, with which sizes: from its configuration in the format of Hugging Face."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpcjit import ops
+from hpcjit.errors import ArgumentError, FormatError
+from hpcjit.jit_op import JitOp
+from hpcjit.replay import dtype_of
+from hpcjit.spec import did_you_mean
+
+# A plan depends on the number of tokens through few thresholds; this ladder meets each of them.
+TOKENS = tuple(2**i for i in range(15))
+PAGE_SIZE = 64
+
+MAX_SIZE = 1 << 24
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes that operators ask for by name; None where the configuration has none."""
+
+    hidden_size: int
+    intermediate_sizes: tuple[int, ...]
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_experts: int | None
+    top_k: int | None
+    dtype: torch.dtype
+    activation: str
+    gemma: bool
+    fp8: bool
+
+
+@dataclass(frozen=True)
+class Make:
+    """Tensors without memory for one number of tokens."""
+
+    tokens: int
+    dtype: torch.dtype
+
+    def rows(self, *sizes: int) -> torch.Tensor:
+        return torch.empty(self.tokens, *sizes, dtype=self.dtype, device="meta")
+
+    def weight(self, *sizes: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(*sizes, dtype=dtype or self.dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How an operator is called: the names of its sizes, and the call. `fp8` ones serve FP8 models only."""
+
+    sizes: tuple[str, ...]
+    call: Callable[..., Any]
+    fp8: bool = False
+
+
+def _norm(name: str) -> Usage:
+    return Usage(("hidden_size",), lambda m, n: getattr(ops.layernorm, name)(m.rows(n), m.weight(n)))
+
+
+def _add_norm(name: str) -> Usage:
+    return Usage(("hidden_size",), lambda m, n: getattr(ops.layernorm, name)(m.rows(n), m.rows(n), m.weight(n)))
+
+
+def _gated(name: str, fp8: bool = False) -> Usage:
+    return Usage(("intermediate_size",), lambda m, n: getattr(ops.activation, name)(m.rows(2 * n)), fp8)
+
+
+def _quant(name: str) -> Usage:
+    return Usage(("hidden_size",), lambda m, n: getattr(ops.quantization, name)(m.rows(n)), fp8=True)
+
+
+def _topk(m: Make, num_experts: int, top_k: int) -> Any:
+    return ops.moe.topk_softmax(torch.empty(m.tokens, num_experts, dtype=torch.float32, device="meta"), top_k)
+
+
+def _qk_norm(m: Make, num_q_heads: int, num_kv_heads: int, head_dim: int) -> Any:
+    query, key = m.rows(num_q_heads, head_dim), m.rows(num_kv_heads, head_dim)
+    return ops.layernorm.qk_norm(query, key, m.weight(head_dim), m.weight(head_dim))
+
+
+def _cache(m: Make, num_kv_heads: int, head_dim: int) -> Any:
+    key, value = (m.rows(num_kv_heads, head_dim) for _ in range(2))
+    caches = [m.weight(m.tokens, PAGE_SIZE, num_kv_heads, head_dim) for _ in range(2)]
+    slots = torch.empty(m.tokens, dtype=torch.int64, device="meta")
+    return ops.kvcache.reshape_and_cache(key, value, *caches, slots)
+
+
+USAGES: dict[str, Usage] = {
+    "layernorm.rmsnorm": _norm("rmsnorm"),
+    "layernorm.gemma_rmsnorm": _norm("gemma_rmsnorm"),
+    "layernorm.fused_add_rmsnorm": _add_norm("fused_add_rmsnorm"),
+    "layernorm.gemma_fused_add_rmsnorm": _add_norm("gemma_fused_add_rmsnorm"),
+    "layernorm.rmsnorm_quant_fp8": Usage(
+        ("hidden_size",), lambda m, n: ops.layernorm.rmsnorm_quant_fp8(m.rows(n), m.weight(n)), fp8=True
+    ),
+    "layernorm.qk_norm": Usage(("num_q_heads", "num_kv_heads", "head_dim"), _qk_norm),
+    "activation.silu_and_mul": _gated("silu_and_mul"),
+    "activation.gelu_and_mul": _gated("gelu_and_mul"),
+    "activation.gelu_tanh_and_mul": _gated("gelu_tanh_and_mul"),
+    "activation.silu_and_mul_quant_fp8": _gated("silu_and_mul_quant_fp8", fp8=True),
+    "quantization.per_token_quant_fp8": _quant("per_token_quant_fp8"),
+    "quantization.per_token_group_quant_fp8": _quant("per_token_group_quant_fp8"),
+    "quantization.per_tensor_quant_fp8": _quant("per_tensor_quant_fp8"),
+    "kvcache.reshape_and_cache": Usage(("num_kv_heads", "head_dim"), _cache),
+    "moe.topk_softmax": Usage(("num_experts", "top_k"), _topk),
+}
+
+_ACTIVATIONS = {
+    "silu": "silu_and_mul",
+    "swish": "silu_and_mul",
+    "gelu": "gelu_and_mul",
+    "gelu_pytorch_tanh": "gelu_tanh_and_mul",
+    "gelu_new": "gelu_tanh_and_mul",
+    "gelu_tanh": "gelu_tanh_and_mul",
+}
+
+
+def usage_of(op: str) -> Usage:
+    """How `op` is called by sizes; ArgumentError for an operator that has no such description."""
+    if op not in USAGES:
+        raise ArgumentError(op, "--shapes", f"used with an operator that models call{did_you_mean(op, USAGES)}", op)
+    return USAGES[op]
+
+
+def calls_of(op: str, sizes: Sizes, tokens: Sequence[int], dtype: torch.dtype) -> list[tuple[JitOp, tuple[Any, ...]]]:
+    """The calls that `op` amounts to for each number of tokens, with tensors that have no memory."""
+    usage = usage_of(op)
+    if len(sizes) != len(usage.sizes):
+        expected = "x".join(("num_tokens", *usage.sizes))
+        got = "x".join(map(str, (tokens[0] if len(tokens) == 1 else "num_tokens", *sizes)))
+        raise ArgumentError(op, "--shapes", f"of the form {expected}", got)
+    with collected() as calls:
+        for count in tokens:
+            usage.call(Make(count, dtype), *sizes)
+    return calls
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[tuple[JitOp, tuple[Any, ...]]]]:
+    """Inside, operators do not run: what would have been called is put into the list."""
+    calls: list[tuple[JitOp, tuple[Any, ...]]] = []
+
+    def collect(self: JitOp, *args: Any, backend: object = None) -> None:
+        calls.append((self, args))
+
+    JitOp.__call__ = collect  # type: ignore[method-assign, assignment]
+    try:
+        yield calls
+    finally:
+        del JitOp.__call__
+
+
+# --- model configurations -------------------------------------------------------------------------------------------
+
+
+def load(path: str | os.PathLike[str]) -> Model:
+    """Read a `config.json`, or the folder that holds one.
+
+    Raises:
+        FormatError: not such a configuration; names the field.
+        OSError: it cannot be read.
+    """
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{file}: not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise FormatError(f"{file}: must be a JSON object, got a {type(document).__name__}")
+    nested = document.get("text_config")  # models that also see or hear
+    return _Fields(str(file), {**document, **nested} if isinstance(nested, dict) else document).model()
+
+
+class _Fields:
+    def __init__(self, where: str, values: dict[str, Any]) -> None:
+        self._where = where
+        self._values = values
+
+    def model(self) -> Model:
+        heads = self._size("num_attention_heads", "n_head")
+        hidden = self._size("hidden_size", "n_embd")
+        experts = self._size("num_experts", "num_local_experts", "n_routed_experts", needed=False)
+        quantised = self._values.get("quantization_config")
+        return Model(
+            hidden_size=hidden,
+            intermediate_sizes=self._intermediate_sizes(),
+            num_q_heads=heads,
+            num_kv_heads=self._size("num_key_value_heads", needed=False) or heads,
+            head_dim=self._size("head_dim", needed=False) or self._quotient(hidden, heads),
+            num_experts=experts or None,
+            top_k=self._top_k(experts),
+            dtype=self._dtype(),
+            activation=self._activation(),
+            gemma="gemma" in str(self._values.get("model_type", "")).lower(),
+            fp8=isinstance(quantised, dict) and "fp8" in json.dumps(quantised).lower(),
+        )
+
+    def _size(self, *names: str, needed: bool = True) -> int:
+        for name in names:
+            value = self._values.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
+                raise FormatError(f"{self._where}: field '{name}' must be an integer in [1, {MAX_SIZE}], got {value!r}")
+            return value
+        if needed:
+            raise FormatError(f"{self._where}: field '{names[0]}' is missing")
+        return 0
+
+    def _intermediate_sizes(self) -> tuple[int, ...]:
+        dense = self._size("intermediate_size", "n_inner", needed=False)
+        expert = self._size("moe_intermediate_size", needed=False)
+        shared = self._size("shared_expert_intermediate_size", needed=False)
+        found = tuple(dict.fromkeys(size for size in (dense, expert, shared) if size))
+        if not found:
+            raise FormatError(f"{self._where}: field 'intermediate_size' is missing")
+        return found
+
+    def _quotient(self, hidden: int, heads: int) -> int:
+        if hidden % heads:
+            raise FormatError(
+                f"{self._where}: field 'head_dim' is missing and hidden_size {hidden} is no multiple of "
+                f"num_attention_heads {heads}"
+            )
+        return hidden // heads
+
+    def _top_k(self, experts: int) -> int | None:
+        top_k = self._size("num_experts_per_tok", "moe_topk", "top_k_experts", needed=bool(experts))
+        if experts and top_k > experts:
+            raise FormatError(
+                f"{self._where}: field 'num_experts_per_tok' must be at most the {experts} experts, got {top_k}"
+            )
+        return top_k if experts else None
+
+    def _dtype(self) -> torch.dtype:
+        name = self._values.get("torch_dtype", self._values.get("dtype")) or "bfloat16"
+        where = f"{self._where}: field 'torch_dtype'"
+        if not isinstance(name, str):
+            raise FormatError(f"{where} must be the name of a dtype, got {name!r}")
+        return dtype_of(where, name.removeprefix("torch."))
+
+    def _activation(self) -> str:
+        name = self._values.get("hidden_act") or self._values.get("hidden_activation") or "silu"
+        if name not in _ACTIVATIONS:
+            raise FormatError(
+                f"{self._where}: field 'hidden_act' must be one of {', '.join(_ACTIVATIONS)}, got {name!r}"
+            )
+        return _ACTIVATIONS[name]
+
+
+def calls_of_model(
+    model: Model,
+    known: Sequence[str],
+    tokens: Sequence[int] = TOKENS,
+    shards: int = 1,
+    dtype: torch.dtype | None = None,
+) -> list[tuple[JitOp, tuple[Any, ...]]]:
+    """The calls of one forward pass, of the operators in `known`, with heads and widths divided among `shards` GPUs."""
+    calls = []
+    for op, usage in USAGES.items():
+        if op in known and _uses(model, op, usage):
+            for sizes in _sizes(model, usage, shards):
+                calls += calls_of(op, sizes, tokens, dtype or model.dtype)
+    return calls
+
+
+def _uses(model: Model, op: str, usage: Usage) -> bool:
+    group, _, name = op.partition(".")
+    if usage.fp8 and not model.fp8:
+        return False
+    if group == "activation":
+        return name.removesuffix("_quant_fp8") == model.activation
+    if name.removeprefix("gemma_") in ("rmsnorm", "fused_add_rmsnorm"):
+        return name.startswith("gemma_") == model.gemma
+    return True
+
+
+def _sizes(model: Model, usage: Usage, shards: int) -> list[Sizes]:
+    """The values of the operator's sizes; none when the model has no such thing."""
+    if usage.sizes == ("intermediate_size",):
+        return [(max(size // shards, 1),) for size in model.intermediate_sizes]
+    divided = {"num_q_heads": model.num_q_heads, "num_kv_heads": model.num_kv_heads}
+    sizes = [max(divided[name] // shards, 1) if name in divided else getattr(model, name) for name in usage.sizes]
+    return [] if None in sizes else [tuple(sizes)]
