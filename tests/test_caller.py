@@ -96,12 +96,11 @@ def toy(request, monkeypatch: pytest.MonkeyPatch):
     elif not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         pytest.skip("this torch publishes no DLPack exchange functions")
     else:
-        exchange = Exchange()
+        stub.exchange = exchange = Exchange()  # lives as long as the stub
         tensors = (*caller.PLAIN_TENSORS, torch.is_grad_enabled)
         monkeypatch.setattr(
             caller, "make", lambda kinds, miss: binder.module().caller(kinds, exchange.capsule, *tensors, miss)
         )
-        request.addfinalizer(lambda: exchange)
     op = ToyOp()
     op.forward_jit(*arguments())  # installs the caller
     op.checked = op.planned = 0
