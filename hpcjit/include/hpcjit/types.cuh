@@ -61,21 +61,18 @@ __device__ __forceinline__ uint16_t pack2_e4m3(float lo, float hi) {
   return y;
 }
 #else
-// SM80 and SM86 have no fp8 conversion: round the significand in integer arithmetic. Below 2^-6 the grid is
-// uniform with step 2^-9, which adding and subtracting 2^14 (ulp 2^-9) rounds to exactly.
+// SM80 and SM86 have no fp8 conversion: round the bits. From 2^-6 on, half a step less one (plus the last bit
+// kept, for ties to even) is added below the three bits of fraction that stay, and a carry moves into the
+// exponent, as it should. Below, the grid has the step 2^-9, which is one ulp of 2^14: the sum's low bits are
+// the code.
 __device__ __forceinline__ uint8_t round_e4m3(float x) {
-  uint32_t sign = (__float_as_uint(x) >> 24) & 0x80u;
-  float a = fabsf(x);
-  if (!(a == a)) return uint8_t(0x7f);
-  if (a >= 464.f) return uint8_t(sign | 0x7e);
-  if (a < 0.015625f)
-    return uint8_t(
-        sign |
-        uint32_t(__fadd_rn(a, 16384.f) - 16384.f == 0.f ? 0.f : (__fadd_rn(a, 16384.f) - 16384.f) * 512.f));
-  uint32_t u = __float_as_uint(a);
-  u += 0x7ffffu + ((u >> 20) & 1u);  // carry may move into the exponent, as it should
-  uint32_t code = (u >> 20) - (120u << 3);
-  return uint8_t(sign | (code > 0x7eu ? 0x7eu : code));
+  const uint32_t bits = __float_as_uint(x);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return 0x7f;  // NaN
+  const uint32_t code = magnitude < 0x3c800000u
+                            ? __float_as_uint(__uint_as_float(magnitude) + 16384.f) - 0x46800000u
+                            : ((magnitude + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20) - (120u << 3);
+  return uint8_t(((bits >> 24) & 0x80u) | (code < 0x7eu ? code : 0x7eu));
 }
 __device__ __forceinline__ uint16_t pack2_e4m3(float lo, float hi) {
   return uint16_t(round_e4m3(lo) | (uint16_t(round_e4m3(hi)) << 8));
