@@ -83,7 +83,8 @@ __global__ void __launch_bounds__(Config::kThreads)
   if (p.softcap > 0.) {
     const float cap = float(p.softcap);
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) x[i] = cap * tanhf(x[i] / cap);
+    for (int i = 0; i < kPerLane; ++i)
+      if (first + i < num_experts) x[i] = cap * tanhf(x[i] / cap);  // padding stays -inf and weighs nothing
   }
 
   float largest = -INFINITY;
