@@ -1,1 +1,18 @@
 """Activations and gated activations, also when they quantise their result."""
+
+from hpcjit.ops._lazy import lazy
+from hpcjit.registry import register_fused_op
+from hpcjit.spec import CapabilityRequirement, KernelBackend
+
+_JIT = frozenset({CapabilityRequirement.cuda(min_sm=(8, 0))})
+_MODULES = {
+    "silu_and_mul": "_gated",
+    "gelu_and_mul": "_gated",
+    "gelu_tanh_and_mul": "_gated",
+    "silu_and_mul_quant_fp8": "_silu_and_mul_quant_fp8",
+}
+
+for _name, _module in _MODULES.items():
+    register_fused_op(f"activation.{_name}", f"{__name__}.{_module}", f"{_name}_op", {KernelBackend.JIT: _JIT})
+
+__getattr__, __dir__, __all__ = lazy(__name__, _MODULES)

@@ -1,0 +1,34 @@
+"""What several groups ask of tensors, and the precision in which references compute."""
+
+from __future__ import annotations
+
+import torch
+
+from hpcjit import checks
+from hpcjit.errors import ArgumentError
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def require(op: str, name: str, value: torch.Tensor, min_ndim: int = 1) -> None:
+    """What must hold before a public function can ask for the shape of `value` to allocate its result."""
+    if not isinstance(value, torch.Tensor) or value.ndim < min_ndim:
+        checks.tensor(op, name, value, min_ndim=min_ndim)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a reference computes: float32, or float64 for float64 inputs (which only references take)."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def distinct(op: str, name: str, value: torch.Tensor) -> None:
+    """Refuse a tensor to be written some of whose elements share memory, as those of an expanded view do."""
+    reach = 0  # largest offset of the axes seen so far
+    for step, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size == 1 or not value.numel():
+            continue
+        if step <= reach:
+            raise ArgumentError(
+                op, name, "a tensor whose elements do not overlap, because it is written", f"strides {value.stride()}"
+            )
+        reach += step * (size - 1)
