@@ -1,1 +1,13 @@
 """Contents of the KV cache: write, copy, quantise, transfer."""
+
+from hpcjit.ops._lazy import lazy
+from hpcjit.registry import register_fused_op
+from hpcjit.spec import CapabilityRequirement, KernelBackend
+
+_JIT = frozenset({CapabilityRequirement.cuda(min_sm=(8, 0))})
+
+register_fused_op(
+    "kvcache.reshape_and_cache", f"{__name__}._reshape_and_cache", "reshape_and_cache_op", {KernelBackend.JIT: _JIT}
+)
+
+__getattr__, __dir__, __all__ = lazy(__name__, {"reshape_and_cache": "_reshape_and_cache"})
