@@ -41,6 +41,16 @@ def _rmsnorm_quant_fp8(tokens: int, hidden: int) -> tuple[int, Make]:
     return 3 * tokens * hidden, make
 
 
+def _qk_norm(tokens: int, q_heads: int, k_heads: int, head_dim: int) -> tuple[int, Make]:
+    """Queries and keys are views of one fused projection, as models make them."""
+
+    def make(m: Maker) -> Args:
+        qkv = m.normal(tokens, q_heads + 2 * k_heads, head_dim)
+        return qkv[:, :q_heads], qkv[:, q_heads : q_heads + k_heads], m.normal(head_dim), m.normal(head_dim), 1e-6
+
+    return 2 * 2 * tokens * (q_heads + k_heads) * head_dim, make
+
+
 _MAKERS = {
     "layernorm.rmsnorm": _rmsnorm,
     "layernorm.gemma_rmsnorm": _rmsnorm,
@@ -55,4 +65,11 @@ CASES = [
     for op, maker in _MAKERS.items()
     for tokens, hidden in _SHAPES
     for moved, make in [maker(tokens, hidden)]
+]
+
+CASES += [
+    Case("layernorm.qk_norm", f"{tokens}x{q}x{k}x{dim}", make, moved, tags=_DEMO if tokens == 32 else _BENCH)
+    for q, k, dim in ((32, 8, 128),)
+    for tokens in (1, 32, 2048, 8192)
+    for moved, make in [_qk_norm(tokens, q, k, dim)]
 ]

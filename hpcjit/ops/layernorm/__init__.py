@@ -13,6 +13,7 @@ for _name, _module in {
     "gemma_fused_add_rmsnorm": "_fused_add_rmsnorm",
     "layernorm": "_layernorm",
     "rmsnorm_quant_fp8": "_rmsnorm_quant_fp8",
+    "qk_norm": "_qk_norm",
 }.items():
     register_fused_op(f"layernorm.{_name}", f"{__name__}.{_module}", f"{_name}_op", {KernelBackend.JIT: _JIT})
 
@@ -25,5 +26,6 @@ __getattr__, __dir__, __all__ = lazy(
         "gemma_fused_add_rmsnorm": "_fused_add_rmsnorm",
         "layernorm": "_layernorm",
         "rmsnorm_quant_fp8": "_rmsnorm_quant_fp8",
+        "qk_norm": "_qk_norm",
     },
 )
