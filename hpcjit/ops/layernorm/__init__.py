@@ -1,12 +1,13 @@
 """RMSNorm and LayerNorm, also with a residual added or the result quantised."""
 
 from hpcjit.ops._lazy import lazy
+from hpcjit.ops._peers import FLASHINFER, SGLANG
 from hpcjit.registry import register_fused_op
 from hpcjit.spec import CapabilityRequirement, KernelBackend
 
 _JIT = frozenset({CapabilityRequirement.cuda(min_sm=(8, 0))})
 
-for _name, _module in {
+_MODULES = {
     "rmsnorm": "_rmsnorm",
     "gemma_rmsnorm": "_rmsnorm",
     "fused_add_rmsnorm": "_fused_add_rmsnorm",
@@ -14,18 +15,18 @@ for _name, _module in {
     "layernorm": "_layernorm",
     "rmsnorm_quant_fp8": "_rmsnorm_quant_fp8",
     "qk_norm": "_qk_norm",
-}.items():
-    register_fused_op(f"layernorm.{_name}", f"{__name__}.{_module}", f"{_name}_op", {KernelBackend.JIT: _JIT})
+}
+_PEERS = {
+    "rmsnorm": FLASHINFER | SGLANG,
+    "gemma_rmsnorm": FLASHINFER,
+    "fused_add_rmsnorm": FLASHINFER | SGLANG,
+    "gemma_fused_add_rmsnorm": FLASHINFER,
+    "layernorm": FLASHINFER,
+    "qk_norm": SGLANG,
+}
 
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "rmsnorm": "_rmsnorm",
-        "gemma_rmsnorm": "_rmsnorm",
-        "fused_add_rmsnorm": "_fused_add_rmsnorm",
-        "gemma_fused_add_rmsnorm": "_fused_add_rmsnorm",
-        "layernorm": "_layernorm",
-        "rmsnorm_quant_fp8": "_rmsnorm_quant_fp8",
-        "qk_norm": "_qk_norm",
-    },
-)
+for _name, _module in _MODULES.items():
+    _backends = {KernelBackend.JIT: _JIT} | _PEERS.get(_name, {})
+    register_fused_op(f"layernorm.{_name}", f"{__name__}.{_module}", f"{_name}_op", _backends)
+
+__getattr__, __dir__, __all__ = lazy(__name__, _MODULES)

@@ -7,12 +7,14 @@ import torch
 from hpcjit import checks
 from hpcjit.fused_op import define
 from hpcjit.jit_op import JitOp, Plan
+from hpcjit.ops import _peers
 from hpcjit.ops.layernorm._norm_plan import accumulation_dtype, check_norm, norm_plan
 
 
 class FusedAddRmsNormOp(JitOp):
     op = "layernorm.fused_add_rmsnorm"
     schema = "(Tensor(a!) input, Tensor(b!) residual, Tensor weight, float eps) -> ()"
+    peer = "fused_add_rmsnorm"  # its name in other packages
     unit_offset = False
 
     def check(self, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
@@ -33,9 +35,18 @@ class FusedAddRmsNormOp(JitOp):
         residual.copy_(x)
         input.copy_(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w)
 
+    def forward_flashinfer(self, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        self.check(input, residual, weight, eps)
+        _peers.flashinfer("norm", self.peer)(input, residual, weight, eps)
+
+    def forward_aot(self, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        self.check(input, residual, weight, eps)
+        _peers.sglang("layernorm.norm", self.peer)(input, residual, weight, eps)
+
 
 class GemmaFusedAddRmsNormOp(FusedAddRmsNormOp):
     op = "layernorm.gemma_fused_add_rmsnorm"
+    peer = "gemma_fused_add_rmsnorm"
     unit_offset = True
 
 

@@ -7,6 +7,7 @@ import torch
 from hpcjit import checks
 from hpcjit.fused_op import define
 from hpcjit.jit_op import JitOp, Plan
+from hpcjit.ops import _peers
 from hpcjit.ops.layernorm._norm_plan import accumulation_dtype, check_norm, norm_plan
 
 
@@ -34,6 +35,15 @@ class LayerNormOp(JitOp):
         x = x - x.mean(-1, keepdim=True)
         y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
         out.copy_(y if bias is None else y + bias.to(x.dtype))
+
+    def forward_flashinfer(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, out: torch.Tensor
+    ) -> None:
+        """FlashInfer's public function allocates its result, so this calls the kernel below it. bfloat16 input only."""
+        self.check(input, weight, bias, eps, out)
+        if input.dtype != torch.bfloat16 or weight.dtype != torch.float32 or bias is None:
+            raise checks.ArgumentTypeError(self.op, "weight", "float32 like bias, with bfloat16 input", weight.dtype)
+        _peers.flashinfer("norm", "get_norm_module")().layernorm(out, input, weight, bias, eps)
 
 
 layernorm_op = LayerNormOp()

@@ -11,6 +11,7 @@ from hpcjit.build import Config, Template
 from hpcjit.errors import ArgumentError, ArgumentTypeError
 from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
+from hpcjit.ops import _peers
 from hpcjit.ops._rows import TYPE_NAMES, vector_width
 from hpcjit.ops._tensors import FLOATS, accumulation_dtype, distinct
 
@@ -107,6 +108,12 @@ class QkNormOp(JitOp):
         for heads, weight in ((q, q_weight), (k, k_weight)):
             x = heads.to(accumulation_dtype(heads.dtype))
             heads.copy_(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype))
+
+    def forward_aot(
+        self, q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float
+    ) -> None:
+        self.check(q, k, q_weight, k_weight, eps)
+        _peers.sglang("layernorm.norm", "fused_inplace_qknorm")(q, k, q_weight, k_weight, eps)
 
 
 qk_norm_op = QkNormOp()

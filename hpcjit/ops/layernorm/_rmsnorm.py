@@ -7,12 +7,14 @@ import torch
 from hpcjit import checks
 from hpcjit.fused_op import define
 from hpcjit.jit_op import JitOp, Plan
+from hpcjit.ops import _peers
 from hpcjit.ops.layernorm._norm_plan import accumulation_dtype, check_norm, norm_plan
 
 
 class RmsNormOp(JitOp):
     op = "layernorm.rmsnorm"
     schema = "(Tensor input, Tensor weight, float eps, Tensor(a!) out) -> ()"
+    peer = "rmsnorm"  # its name in other packages
     unit_offset = False
 
     def check(self, input: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
@@ -29,9 +31,18 @@ class RmsNormOp(JitOp):
         w = weight.to(x.dtype) + (1 if self.unit_offset else 0)
         out.copy_(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w)
 
+    def forward_flashinfer(self, input: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        self.check(input, weight, eps, out)
+        _peers.flashinfer("norm", self.peer)(input, weight, eps, out)
+
+    def forward_aot(self, input: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        self.check(input, weight, eps, out)
+        _peers.sglang("layernorm.norm", self.peer)(input, weight, out, eps)
+
 
 class GemmaRmsNormOp(RmsNormOp):
     op = "layernorm.gemma_rmsnorm"
+    peer = "gemma_rmsnorm"
     unit_offset = True
 
 

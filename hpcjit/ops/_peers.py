@@ -1,0 +1,83 @@
+"""Functions of other kernel packages, imported when an adapter first calls them.
+
+Every operator that FlashInfer or SGLang also has can run on it (`backend="flashinfer"`, `backend="aot"`), so that results
+and times are compared through the registry. An adapter passes our arguments on and adds nothing: no copies, no fallbacks;
+what the peer cannot do it refuses in its own words.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from hpcjit.spec import CapabilityRequirement, KernelBackend
+
+Capabilities = frozenset[CapabilityRequirement]
+
+# Both compile with nvcc at their first call and need SM 8.0, as ours does.
+FLASHINFER: dict[KernelBackend, Capabilities] = {
+    KernelBackend.FLASHINFER: frozenset({CapabilityRequirement.cuda(min_sm=(8, 0), package="flashinfer")})
+}
+SGLANG: dict[KernelBackend, Capabilities] = {
+    KernelBackend.AOT: frozenset({CapabilityRequirement.cuda(min_sm=(8, 0), package="sglang.kernels")})
+}
+
+
+@functools.cache
+def flashinfer(module: str, name: str) -> Callable[..., Any]:
+    """`flashinfer.<module>.<name>`."""
+    return getattr(importlib.import_module(f"flashinfer.{module}"), name)
+
+
+@functools.cache
+def sglang(module: str, name: str) -> Callable[..., Any]:
+    """`sglang.kernels.ops.<module>.<name>`, without the server around it."""
+    _light_sglang()
+    return getattr(importlib.import_module(f"sglang.kernels.ops.{module}"), name)
+
+
+def _light_sglang() -> None:
+    """Let `sglang.kernels` be imported without the packages above it, which import a server and all that it needs.
+
+    Modules that only hold folders take their place, and the three helpers that the kernels take from the server are given
+    in their simplest form. A process that already has the real package keeps it; one that used this can no longer import
+    the server.
+    """
+    if "sglang" in sys.modules:
+        return
+    spec = importlib.util.find_spec("sglang")  # of a top-level package this imports nothing
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError("the package 'sglang' is not installed")
+    folders = list(spec.submodule_search_locations)
+    for name in ("sglang", "sglang.kernels", "sglang.kernels.ops", "sglang.srt", "sglang.srt.utils"):
+        _place(name, [f"{folder}{name.removeprefix('sglang').replace('.', '/')}" for folder in folders])
+    for group in ("activation", "layernorm", "moe", "quantization"):
+        _place(f"sglang.kernels.ops.{group}", [f"{folder}/kernels/ops/{group}" for folder in folders])
+    _place("sglang.srt.utils.custom_op").register_custom_op = _undecorated  # type: ignore[attr-defined]
+    common = _place("sglang.srt.utils.common")
+    common.is_cuda = lambda: True  # type: ignore[attr-defined]
+    common.get_cuda_version = _cuda_version  # type: ignore[attr-defined]
+
+
+def _place(name: str, folders: list[str] | None = None) -> ModuleType:
+    module = ModuleType(name)
+    if folders is not None:
+        module.__path__ = folders
+    sys.modules[name] = module
+    return module
+
+
+def _undecorated(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """A decorator that registers no torch operator."""
+    return function if function is not None else lambda wrapped: wrapped
+
+
+def _cuda_version() -> tuple[int, ...]:
+    import torch
+
+    return tuple(int(part) for part in (torch.version.cuda or "0.0").split("."))
