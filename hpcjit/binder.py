@@ -41,6 +41,12 @@ def module() -> ModuleType | None:
     return _module if isinstance(_module, ModuleType) else None
 
 
+def start() -> None:
+    """Begin to obtain the binder in the background, while a compile runs that will need it."""
+    if _module is _UNTRIED:
+        threading.Thread(target=module, daemon=True).start()
+
+
 def _reset_lock() -> None:
     global _lock
     _lock = threading.Lock()

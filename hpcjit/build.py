@@ -236,7 +236,6 @@ _FOLDER_TROUBLE = re.compile(
 
 def _build(request: _Request) -> cache.Entry:
     """Compile into the cache folder, or into a private one when that folder cannot be used."""
-    threading.Thread(target=binder.module, daemon=True).start()  # needed next, and its compile fits beside nvcc's
     problem, root = folders.root_problem(), folders.usable_root()
     if root is not None:
         try:
@@ -270,6 +269,7 @@ def _compile(request: _Request, root: Path) -> cache.Entry:
     assert request.tools is not None
     final = request.wanted.folder(root)
     staging = cache.new_staging(root)
+    binder.start()  # needed next; its compile fits beside nvcc's
     try:
         (staging / "build").mkdir(mode=0o700)
         with progress.compiling(request.job.title, str(root)):

@@ -167,6 +167,7 @@ class _Patches:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.users = 0
+        self.scripts: str | None = None
         self.undo = contextlib.ExitStack()
 
     @contextlib.contextmanager
@@ -181,15 +182,14 @@ class _Patches:
             with self.lock:
                 self.users -= 1
                 if self.users == 0:
-                    self.undo.close()
+                    self._revert()
 
     def _apply(self) -> None:
+        ninja = toolchain.find_ninja()
+        self.scripts = tempfile.mkdtemp(prefix="hpcjit-ninja-")
+        _write_ninja_script(Path(self.scripts, "ninja"), ninja)
         with contextlib.ExitStack() as stack:
-            tools = Path(
-                stack.enter_context(tempfile.TemporaryDirectory(prefix="hpcjit-ninja-", ignore_cleanup_errors=True))
-            )
-            _write_ninja_script(tools / "ninja")
-            stack.enter_context(_environment("PATH", os.pathsep.join([str(tools), os.environ.get("PATH", os.defpath)])))
+            stack.enter_context(_environment("PATH", f"{self.scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}"))
             stack.enter_context(_environment("PYTORCH_NVCC", None))
             extension = _import_extension()
             stack.enter_context(_attribute(extension, "CUDA_HOME", "cuda"))
@@ -197,6 +197,11 @@ class _Patches:
             if hasattr(extension, "FileLock"):  # torch locks the build folder, which is private and may be on a disk
                 stack.enter_context(_attribute(extension, "FileLock", contextlib.nullcontext))  # without locks
             self.undo = stack.pop_all()
+
+    def _revert(self) -> None:
+        self.undo.close()
+        if self.scripts:
+            shutil.rmtree(self.scripts, ignore_errors=True)
 
 
 _patches = _Patches()
@@ -206,15 +211,15 @@ def reset_after_fork() -> None:
     """In a forked child: undo what another thread of the parent had changed, with a lock that nobody holds."""
     global _patches
     if _patches.users:
-        _patches.undo.close()
+        _patches.undo.close()  # the script folder stays: it is the parent's
     _patches = _Patches()
 
 
 os.register_at_fork(after_in_child=reset_after_fork)
 
 
-def _write_ninja_script(path: Path) -> None:
-    ninja = shlex.quote(toolchain.find_ninja())
+def _write_ninja_script(path: Path, real: str) -> None:
+    ninja = shlex.quote(real)
     setpriv = shutil.which("setpriv")
     leash = f"{shlex.quote(setpriv)} --pdeathsig TERM " if setpriv else ""
     path.write_text(

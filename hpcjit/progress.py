@@ -64,17 +64,18 @@ class _Line:
         return f"compiling {escape(self.title)} ... {time.perf_counter() - self.started:.1f} s"
 
 
+_live_line = threading.Lock()  # a terminal has room for one; compiles beside it only report their end
+
+
 @contextlib.contextmanager
 def _live(title: str) -> Iterator[None]:
     from rich.console import Console
-    from rich.errors import LiveError
 
-    line = _Line(title, time.perf_counter())
-    console = Console(stderr=True)
-    status = console.status(line)
+    line, console, guard = _Line(title, time.perf_counter()), Console(stderr=True), _live_line
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(LiveError):  # another thread's compile has the line
-            stack.enter_context(status)
+        if guard.acquire(blocking=False):
+            stack.callback(guard.release)
+            stack.enter_context(console.status(line))
         yield
     console.print(f"compiled {title} in {time.perf_counter() - line.started:.1f} s", markup=False, highlight=False)
 
@@ -92,8 +93,8 @@ def _say(message: str) -> None:
 
 
 def _reset_after_fork() -> None:
-    global _silenced
-    _silenced = 0
+    global _silenced, _live_line
+    _silenced, _live_line = 0, threading.Lock()
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)

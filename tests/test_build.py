@@ -187,6 +187,7 @@ def test_new_process_opens_the_binary_without_compiler_or_torch(fresh):
     assert output(python(code, **env)) == "out of memory"
 
 
+@pytest.mark.slow
 def test_fork_in_the_middle_of_a_compile(fresh, toolkit, monkeypatch):
     """A child forked while another thread compiles has neither its locks nor its changes to torch."""
     monkeypatch.setenv("HPCJIT_CUDA_HOME", str(toolkit.home))

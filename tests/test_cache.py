@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -151,6 +152,7 @@ def test_use_is_noted(stocked):
 # --- many processes, killed processes -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sixteen_processes_compile_once(fresh, toolkit):
     env = {"HPCJIT_CUDA_HOME": str(toolkit.home)}
     processes = [python(LOAD, **env) for _ in range(16)]
@@ -159,11 +161,13 @@ def test_sixteen_processes_compile_once(fresh, toolkit):
     assert len(cache.entries(root=fresh)) == 1
 
 
+@pytest.mark.slow
 def test_killed_builder_leaves_nothing_that_counts(fresh, toolkit, monkeypatch):
     toolkit.behave("sleep 30")
     builder = python(LOAD, HPCJIT_CUDA_HOME=str(toolkit.home))
     wait_for(lambda: toolkit.compiles == 1)
     compilers = descendants(builder.pid)
+    assert compilers
     builder.send_signal(signal.SIGKILL)
     builder.wait()
     toolkit.behave("")
@@ -183,9 +187,13 @@ def wait_for(condition, seconds: float = 30) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
-    direct = [int(word) for word in children.stdout.split()]
-    return direct + [pid for child in direct for pid in descendants(child)]
+    found, parents = [pid], {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    for parent in found:
+        found += [child for child, its_parent in parents.items() if its_parent == parent]
+    return found[1:]
 
 
 def alive(pid: int) -> bool:
@@ -309,6 +317,33 @@ def test_read_only_cache_gives_a_private_build_and_one_warning(fresh, mount):
         kernels = [load(), load(offset=1)]
     assert len(caught) == 1
     assert all(fresh not in kernel.path.parents for kernel in kernels)
+
+
+def test_cache_that_cannot_be_written_without_mounting(fresh, monkeypatch):
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != fresh and real(path, mode))
+    with pytest.warns(CacheWarning, match="is read-only; set HPCJIT_CACHE_DIR") as caught:
+        kernels = [load(), load(offset=1)]
+    assert len(caught) == 1
+    assert all(fresh not in kernel.path.parents for kernel in kernels)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_disk_that_fills_up_while_publishing(fresh, monkeypatch, code):
+    real = cache.write_manifest
+
+    def write(folder, manifest):
+        if fresh in folder.parents and "test.scale" in manifest["op"]:
+            raise OSError(code, os.strerror(code))
+        real(folder, manifest)
+
+    monkeypatch.setattr(cache, "write_manifest", write)
+    with pytest.warns(CacheWarning, match=f"{os.strerror(code)}; free some space") as caught:
+        kernel = load()
+    assert len(caught) == 1
+    assert fresh not in kernel.path.parents
+    assert not cache.entries(root=fresh)
+    assert not [p for p in (fresh / "staging").iterdir() if (p / "build").exists()]
 
 
 def test_full_disk_gives_a_private_build_and_one_warning(fresh, mount):
