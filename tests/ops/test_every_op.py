@@ -1,0 +1,246 @@
+"""What holds for every operator, on the grid of awkward calls and on its demo case."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from op_grid import GRID, Entry
+from op_tools import OPS, bits, call_public, demo_case, operator, outside, public, same_bits, tensors, whole
+
+from hpcjit import build, numerics
+from hpcjit.cases import Maker, all_cases
+from hpcjit.jit_op import NOTHING, Plan
+from hpcjit.registry import registry
+
+# Codes of float8 that may differ from those of the float64 reference: values near a tie. With 8 bits of significand in
+# the input and a scale from a power of two, up to one value in 64 lies exactly on a tie of y / scale before it is rounded.
+NEAR_TIES = 0.02
+
+grid = pytest.mark.parametrize("entry", GRID, ids=lambda entry: entry.id)
+every_op = pytest.mark.parametrize("op", OPS)
+
+
+def test_all_operators_are_listed():
+    assert set(OPS) == set(registry.ops())
+    assert {entry.op for entry in GRID} == set(OPS)
+
+
+class TestPlans:
+    @grid
+    def test_of_the_grid(self, entry: Entry):
+        """Every awkward call passes the checks and has a plan that gives each launch parameter a value."""
+        op, args = operator(entry.op), entry.make(Maker("meta"))
+        op.check(*args)
+        plan = op.plan(*args)
+        assert entry.why
+        if plan == NOTHING:
+            assert any(t.numel() == 0 for t in tensors(args)), "only an empty call launches nothing"
+            return
+        assert isinstance(plan, Plan)
+        known = {*plan.values, *op.arguments, "workspace", "fault"}
+        assert set(plan.template.params) <= known
+        assert "workspace" not in plan.template.params or plan.workspace_bytes or not plan.config.dynamic
+
+    @pytest.mark.parametrize("case", list(all_cases()), ids=lambda case: f"{case.op}-{case.name}".replace(" ", "_"))
+    def test_of_the_cases(self, case):
+        """Cases are well-formed, move as much as they say, and have wide accesses: they are what is measured."""
+        op, args = operator(case.op), case.args("meta")
+        op.check(*args)
+        plan = op.plan(*args)
+        assert isinstance(plan, Plan)
+        wide = {"activation.gated": 8, "moe.topk_softmax": 4}.get(plan.template.op, 8)
+        assert plan.config.vec == wide
+        read = {id(t): t.numel() * t.element_size() for t in tensors(args)}
+        assert case.bytes <= 2 * sum(read.values())
+
+
+@grid
+class TestGrid:
+    def test_reference_on_cpu(self, entry: Entry):
+        """The reference in the operator's own dtypes meets the rule too, and does not touch what it should not."""
+        op, args = operator(entry.op), entry.make(Maker("cpu"))
+        for deviation in numerics.check(op, args, op.forward_native):
+            assert deviation.ok, str(deviation)
+        _assert_contained(op, args, op.forward_native)
+
+    @pytest.mark.gpu
+    def test_rule(self, entry: Entry):
+        op, args = operator(entry.op), entry.make(Maker("cuda"))
+        for deviation in numerics.check(op, args, op.forward_jit):
+            assert deviation.ok, str(deviation)
+
+    @pytest.mark.gpu
+    def test_float8_codes(self, entry: Entry):
+        """Codes are those of the float64 reference, except for few next to a tie (the rule itself allows all one step)."""
+        op, args = operator(entry.op), entry.make(Maker("cuda"))
+        outputs = [op.arguments.index(name) for name in op.mutated]
+        outputs = [i for i in outputs if args[i].dtype == torch.float8_e4m3fn and args[i].numel()]
+        if not outputs:
+            return
+        actual, exact = numerics.copy_args(args), numerics.upcast(args)
+        op.forward_jit(*actual)
+        op.reference(*exact)
+        for i in outputs:
+            steps = (numerics.codes(actual[i]) - numerics.codes(exact[i])).abs()
+            assert int(steps.max()) <= 1
+            assert int(steps.count_nonzero()) <= max(2, NEAR_TIES * steps.numel())
+
+    @pytest.mark.gpu
+    def test_repeats_and_stays_inside(self, entry: Entry):
+        """Two runs agree in every bit; inputs and the gaps of outputs keep theirs."""
+        op, args = operator(entry.op), entry.make(Maker("cuda"))
+        first, second = numerics.copy_args(args), numerics.copy_args(args)
+        op.forward_jit(*first)
+        op.forward_jit(*second)
+        for a, b in zip(tensors(first), tensors(second), strict=True):
+            assert same_bits(a, b)
+        _assert_contained(op, args, op.forward_jit)
+
+
+def _assert_contained(op, args, run) -> None:
+    after = numerics.copy_args(args)
+    before = [outside(t).clone() for t in tensors(after)]
+    run(*after)
+    for t, gap in zip(tensors(after), before, strict=True):
+        assert torch.equal(outside(t), gap), "written outside of a view"
+    written = {id(after[op.arguments.index(name)]) for name in op.mutated}
+    for old, new in zip(args, after, strict=True):
+        if isinstance(new, torch.Tensor) and id(new) not in written:
+            assert same_bits(old, new), "an input was changed"
+
+
+@every_op
+class TestTorchLibrary:
+    def test_opcheck(self, op: str, device: torch.device):
+        """Schema, fake implementation and functionalisation agree with what the operator does."""
+        args = _small(op, device)
+        overload = getattr(torch.ops.hpcjit, op.replace(".", "_")).default
+        if any(t.dtype == torch.float8_e4m3fn for t in tensors(args)):  # torch compares results, and cannot float8
+            tests = ("test_autograd_registration", "test_faketensor")
+        else:
+            tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+        torch.library.opcheck(overload, args, test_utils=tests)
+
+    def test_compiles_as_one_graph(self, op: str, device: torch.device):
+        """The public function has no graph break, and the compiled call gives the bits of the eager one."""
+        args = demo_case(op).args(device)
+        eager, compiled = numerics.copy_args(args), numerics.copy_args(args)
+        call_public(op, eager)
+        torch._dynamo.reset()
+        torch.compile(lambda *a: call_public(op, a), fullgraph=True, backend="aot_eager")(*compiled)
+        for a, b in zip(tensors(eager), tensors(compiled), strict=True):
+            assert same_bits(a, b)
+
+    def test_grad_is_refused(self, op: str, device: torch.device):
+        """There is no backward: an input that requires grad is an error, and no error under no_grad."""
+        args = list(demo_case(op).args(device))
+        args[0].requires_grad_()
+        with pytest.raises(ValueError, match="gradient"):
+            operator(op)(*args)
+        with torch.no_grad():
+            operator(op)(*args)
+
+    def test_too_few_arguments(self, op: str, device: torch.device):
+        with pytest.raises(TypeError):
+            operator(op)(*demo_case(op).args(device)[:-1])
+
+
+def _small(op: str, device: torch.device):
+    """opcheck compares outputs with allclose: no NaN may be left, so poison becomes zero."""
+    args = numerics.copy_args(demo_case(op).args(device))
+    for t in tensors(args):
+        if t.dtype == torch.float8_e4m3fn or not t.isfinite().all():
+            whole(t).zero_()
+    return args
+
+
+@every_op
+@pytest.mark.gpu
+class TestOnTheGpu:
+    def test_public_function(self, op: str):
+        """The public function leaves the bits that the JIT backend leaves."""
+        args = demo_case(op).args("cuda")
+        direct, called = numerics.copy_args(args), numerics.copy_args(args)
+        operator(op).forward_jit(*direct)
+        result = call_public(op, called)
+        if op == "layernorm.rmsnorm_quant_fp8":  # its dynamic scale is always a new tensor
+            called = (*called[:-1], result[1])
+        for a, b in zip(tensors(direct), tensors(called), strict=True):
+            assert same_bits(a, b)
+
+    def test_graph_replay(self, op: str):
+        """A captured call reads what its inputs hold at replay."""
+        owner = operator(op)
+        args = demo_case(op).args("cuda")
+        owner.forward_jit(*numerics.copy_args(args))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            owner.forward_jit(*args)
+        for seed in (1, 2):
+            fresh = demo_case(op).args("cuda", seed)
+            for t, new in zip(tensors(args), tensors(fresh), strict=True):
+                t.copy_(new)
+            owner.forward_jit(*fresh)
+            graph.replay()
+            for t, new in zip(tensors(args), tensors(fresh), strict=True):
+                assert same_bits(t, new)
+
+    def test_current_stream(self, op: str):
+        """Work goes to the current stream: it sees what that stream wrote after a long wait, on two streams at once."""
+        owner = operator(op)
+        fresh = [demo_case(op).args("cuda", seed) for seed in (1, 2)]
+        args = [tuple(torch.zeros_like(v) if isinstance(v, torch.Tensor) else v for v in each) for each in fresh]
+        torch.cuda.synchronize()
+        streams = [torch.cuda.Stream() for _ in args]
+        for stream, mine, new in zip(streams, args, fresh, strict=True):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(20_000_000)
+                for t, value in zip(tensors(mine), tensors(new), strict=True):
+                    t.copy_(value)
+                owner.forward_jit(*mine)
+        torch.cuda.synchronize()
+        for mine, new in zip(args, fresh, strict=True):
+            owner.forward_jit(*new)
+            for t, expected in zip(tensors(mine), tensors(new), strict=True):
+                assert same_bits(t, expected)
+
+    def test_second_device(self, op: str):
+        """Tensors of a device that is not current are worked on where they are."""
+        if torch.cuda.device_count() < 2:
+            pytest.skip("one GPU")
+        here, there = demo_case(op).args("cuda:0"), demo_case(op).args("cuda:0")
+        there = tuple(v.to("cuda:1") if isinstance(v, torch.Tensor) else v for v in there)
+        operator(op).forward_jit(*here)
+        operator(op).forward_jit(*there)
+        assert torch.cuda.current_device() == 0
+        for a, b in zip(tensors(here), tensors(there), strict=True):
+            assert torch.equal(bits(a).cpu(), bits(b).cpu())
+
+    def test_mixed_devices(self, op: str):
+        args = list(demo_case(op).args("cuda"))
+        i = max(i for i, value in enumerate(args) if isinstance(value, torch.Tensor))
+        args[i] = args[i].cpu()
+        with pytest.raises(ValueError, match=f"'{operator(op).arguments[i]}'"):
+            operator(op)(*args)
+
+
+def _demo_builds():
+    found = {}
+    for op in OPS:
+        plan = operator(op).plan(*demo_case(op).args("meta"))
+        found.setdefault((plan.template, plan.config), op)
+    return [pytest.param(*key, id=f"{op}".replace(".", "-")) for key, op in found.items()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize(("template", "config"), _demo_builds())
+def test_template_compiles(template, config, arch: str):
+    """Every template of the demo cases compiles for the primary and the oldest architecture, without spilling."""
+    entry = build.compile_only(template, config, arch)
+    assert entry.manifest["spill_bytes"] == 0
+    assert entry.manifest["registers"] > 0
+
+
+def test_public_functions_exist():
+    assert all(callable(public(op)) for op in OPS)
