@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -44,8 +45,8 @@ def sglang(module: str, name: str) -> Callable[..., Any]:
 def _light_sglang() -> None:
     """Let `sglang.kernels` be imported without the packages above it, which import a server and all that it needs.
 
-    Modules that only hold folders take their place, and the three helpers that the kernels take from the server are given
-    in their simplest form. A process that already has the real package keeps it; one that used this can no longer import
+    Modules that only hold folders take their place, and the few helpers that the kernels take from the server are given in
+    their simplest form. A process that already has the real package keeps it; one that used this can no longer import
     the server.
     """
     if "sglang" in sys.modules:
@@ -62,6 +63,8 @@ def _light_sglang() -> None:
     common = _place("sglang.srt.utils.common")
     common.is_cuda = lambda: True  # type: ignore[attr-defined]
     common.get_cuda_version = _cuda_version  # type: ignore[attr-defined]
+    if importlib.util.find_spec("sglang.srt.environ") is None:  # an installation of the kernels alone
+        _place("sglang.srt.environ").envs = _Variables()  # type: ignore[attr-defined]
 
 
 def _place(name: str, folders: list[str] | None = None) -> ModuleType:
@@ -75,6 +78,15 @@ def _place(name: str, folders: list[str] | None = None) -> ModuleType:
 def _undecorated(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """A decorator that registers no torch operator."""
     return function if function is not None else lambda wrapped: wrapped
+
+
+class _Variables:
+    """`envs.NAME.get()`: the environment variable NAME, or None."""
+
+    def __getattr__(self, name: str) -> _Variables:
+        found = _Variables()
+        found.__dict__["get"] = lambda: os.environ.get(name)
+        return found
 
 
 def _cuda_version() -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Activations and gated activations, also when they quantise their result."""
 
 from hpcjit.ops._lazy import lazy
+from hpcjit.ops._peers import FLASHINFER, SGLANG
 from hpcjit.registry import register_fused_op
 from hpcjit.spec import CapabilityRequirement, KernelBackend
 
@@ -12,7 +13,10 @@ _MODULES = {
     "silu_and_mul_quant_fp8": "_silu_and_mul_quant_fp8",
 }
 
+_PEERS = {_name: FLASHINFER | SGLANG for _name, _module in _MODULES.items() if _module == "_gated"}
+
 for _name, _module in _MODULES.items():
-    register_fused_op(f"activation.{_name}", f"{__name__}.{_module}", f"{_name}_op", {KernelBackend.JIT: _JIT})
+    _backends = {KernelBackend.JIT: _JIT} | _PEERS.get(_name, {})
+    register_fused_op(f"activation.{_name}", f"{__name__}.{_module}", f"{_name}_op", _backends)
 
 __getattr__, __dir__, __all__ = lazy(__name__, _MODULES)

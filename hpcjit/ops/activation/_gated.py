@@ -12,6 +12,7 @@ from hpcjit import checks
 from hpcjit.build import Config, Template
 from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
+from hpcjit.ops import _peers
 from hpcjit.ops._rows import TYPE_NAMES, streams, vector_width
 from hpcjit.ops._tensors import FLOATS, accumulation_dtype, require
 
@@ -60,6 +61,7 @@ def gate(input: torch.Tensor, activation: int) -> torch.Tensor:
 class GatedOp(JitOp):
     schema = "(Tensor input, Tensor(a!) out) -> ()"
     activation: ClassVar[int]
+    peer: ClassVar[str]  # its name in other packages
 
     def check(self, input: torch.Tensor, out: torch.Tensor) -> None:
         check_gated_input(self.op, input)
@@ -98,20 +100,31 @@ class GatedOp(JitOp):
     def reference(self, input: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(gate(input, self.activation))
 
+    def forward_flashinfer(self, input: torch.Tensor, out: torch.Tensor) -> None:
+        self.check(input, out)
+        _peers.flashinfer("activation", self.peer)(input, out)
+
+    def forward_aot(self, input: torch.Tensor, out: torch.Tensor) -> None:
+        self.check(input, out)
+        _peers.sglang("activation.activation", self.peer)(input, out)
+
 
 class SiluAndMulOp(GatedOp):
     op = "activation.silu_and_mul"
     activation = SILU
+    peer = "silu_and_mul"
 
 
 class GeluAndMulOp(GatedOp):
     op = "activation.gelu_and_mul"
     activation = GELU
+    peer = "gelu_and_mul"
 
 
 class GeluTanhAndMulOp(GatedOp):
     op = "activation.gelu_tanh_and_mul"
     activation = GELU_TANH
+    peer = "gelu_tanh_and_mul"
 
 
 silu_and_mul_op = SiluAndMulOp()

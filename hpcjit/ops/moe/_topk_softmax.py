@@ -11,6 +11,7 @@ from hpcjit.build import Config, Template
 from hpcjit.errors import ArgumentError
 from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
+from hpcjit.ops import _peers
 from hpcjit.ops._rows import TYPE_NAMES, vector_width
 from hpcjit.ops._tensors import FLOATS, accumulation_dtype, require
 
@@ -144,6 +145,19 @@ class TopkSoftmaxOp(JitOp):
             chosen = torch.where(total > 0, chosen / total, 0)
         weights.copy_(chosen)
         ids.copy_(order)
+
+    def forward_aot(
+        self,
+        logits: torch.Tensor,
+        top_k: int,
+        renormalize: bool,
+        softcap: float,
+        bias: torch.Tensor | None,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+    ) -> None:
+        self.check(logits, top_k, renormalize, softcap, bias, weights, ids)
+        _peers.sglang("moe.moe_topk_softmax", "topk_softmax")(weights, ids, logits, renormalize, softcap, bias)
 
 
 def _softmax(x: torch.Tensor) -> torch.Tensor:

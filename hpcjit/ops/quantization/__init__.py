@@ -1,6 +1,7 @@
 """Conversion to FP8 and other narrow formats."""
 
 from hpcjit.ops._lazy import lazy
+from hpcjit.ops._peers import SGLANG
 from hpcjit.registry import register_fused_op
 from hpcjit.spec import CapabilityRequirement, KernelBackend
 
@@ -12,6 +13,7 @@ _MODULES = {
 }
 
 for _name, _module in _MODULES.items():
-    register_fused_op(f"quantization.{_name}", f"{__name__}.{_module}", f"{_name}_op", {KernelBackend.JIT: _JIT})
+    _backends = {KernelBackend.JIT: _JIT} | SGLANG
+    register_fused_op(f"quantization.{_name}", f"{__name__}.{_module}", f"{_name}_op", _backends)
 
 __getattr__, __dir__, __all__ = lazy(__name__, _MODULES)

@@ -7,6 +7,7 @@ import torch
 from hpcjit import checks
 from hpcjit.fused_op import define
 from hpcjit.jit_op import JitOp, Plan
+from hpcjit.ops import _peers
 from hpcjit.ops._fp8 import dynamic_scale, quantize
 from hpcjit.ops._tensors import accumulation_dtype, require
 from hpcjit.ops.quantization._fp8_plans import check_dense_scale, check_input, check_out, tensor_quant_plan
@@ -31,6 +32,12 @@ class PerTensorQuantFp8Op(JitOp):
             flat = torch.cat([x.flatten(), x.new_zeros(1)])  # an empty tensor has a scale too
             scale.copy_(dynamic_scale(flat))
         out.copy_(quantize(x, scale.to(x.dtype)))
+
+    def forward_aot(self, input: torch.Tensor, dynamic: bool, out: torch.Tensor, scale: torch.Tensor) -> None:
+        self.check(input, dynamic, out, scale)
+        if dynamic:
+            scale.zero_()  # the kernel takes the maximum with what is there
+        _peers.sglang("quantization.per_tensor_quant_fp8", "per_tensor_quant_fp8")(input, out, scale, not dynamic)
 
 
 per_tensor_quant_fp8_op = PerTensorQuantFp8Op()

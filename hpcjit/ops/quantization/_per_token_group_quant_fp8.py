@@ -7,6 +7,7 @@ import torch
 from hpcjit import checks
 from hpcjit.fused_op import define
 from hpcjit.jit_op import JitOp, Plan
+from hpcjit.ops import _peers
 from hpcjit.ops._fp8 import group_quantize
 from hpcjit.ops._tensors import accumulation_dtype, require
 from hpcjit.ops.quantization._fp8_plans import (
@@ -41,6 +42,14 @@ class PerTokenGroupQuantFp8Op(JitOp):
         self, input: torch.Tensor, group_size: int, scale_ue8m0: bool, out: torch.Tensor, scale: torch.Tensor
     ) -> None:
         group_quantize(input.to(accumulation_dtype(input.dtype)), group_size, scale_ue8m0, out, scale)
+
+    def forward_aot(
+        self, input: torch.Tensor, group_size: int, scale_ue8m0: bool, out: torch.Tensor, scale: torch.Tensor
+    ) -> None:
+        """SGLang packs power-of-two scales into integers, so it takes plain scales only."""
+        self.check(input, group_size, scale_ue8m0, out, scale)
+        checks.choice(self.op, "scale_ue8m0", scale_ue8m0, (False,))
+        _peers.sglang("quantization.per_token_group_quant", "per_token_group_quant")(input, out, scale, group_size)
 
 
 per_token_group_quant_fp8_op = PerTokenGroupQuantFp8Op()

@@ -6,6 +6,7 @@ import torch
 
 from hpcjit.fused_op import define
 from hpcjit.jit_op import JitOp, Plan
+from hpcjit.ops import _peers
 from hpcjit.ops._fp8 import dynamic_scale, quantize
 from hpcjit.ops._tensors import accumulation_dtype, require
 from hpcjit.ops.quantization._fp8_plans import check_dense_scale, check_input, check_out, row_quant_plan
@@ -27,6 +28,10 @@ class PerTokenQuantFp8Op(JitOp):
         x = input.to(accumulation_dtype(input.dtype))
         scale.copy_(dynamic_scale(x))
         out.copy_(quantize(x, scale.to(x.dtype)))
+
+    def forward_aot(self, input: torch.Tensor, out: torch.Tensor, scale: torch.Tensor) -> None:
+        self.check(input, out, scale)
+        _peers.sglang("quantization.per_token_quant_fp8", "per_token_quant_fp8")(input, out, scale)
 
 
 per_token_quant_fp8_op = PerTokenQuantFp8Op()
