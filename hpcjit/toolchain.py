@@ -11,7 +11,6 @@ cache folder, under the compiler's path; the size and times of the file that is 
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import importlib.util
 import os
@@ -171,29 +170,24 @@ def _probe_nvcc(path: Path | None) -> Nvcc:
     if not os.access(path, os.X_OK) or path.is_dir():
         raise ToolchainError(f"{path} does not exist or cannot be executed")
     home, nvcc = _toolkit_of(path)
-    cudart = _find_cudart(home)
-    return Nvcc(str(nvcc), str(home), _nvcc_version(nvcc), str(cudart))
+    return Nvcc(nvcc, home, _nvcc_version(nvcc), _cudart_of(home) or "")
 
 
-def _toolkit_of(path: Path) -> tuple[Path, Path]:
+def _toolkit_of(path: Path) -> tuple[str, str]:
     """The toolkit folder that an nvcc belongs to, and the nvcc to run: seen through links and wrapper scripts."""
-    for candidate in (path, path.resolve()):
-        home = candidate.absolute().parent.parent
+    for nvcc in (os.path.abspath(path), os.path.realpath(path)):
+        home = os.path.dirname(os.path.dirname(nvcc))
         if _is_toolkit(home):
-            return home, candidate.absolute()
-    told = Path(_remembered(f"{path} -dryrun", str(path), lambda: _dryrun_home(path)))
-    nvcc = told / "bin" / "nvcc"
-    if not _is_toolkit(told) or not nvcc.is_file():
+            return home, nvcc
+    home = _remembered(f"{path} -dryrun", str(path), lambda: _dryrun_home(path))
+    nvcc = os.path.join(home, "bin", "nvcc")
+    if not _is_toolkit(home) or not os.path.isfile(nvcc):
         raise ToolchainError(f"{path} belongs to no toolkit with headers and a CUDA runtime library")
-    return told, nvcc
+    return home, nvcc
 
 
-def _is_toolkit(home: Path) -> bool:
-    if not (home / "include" / "cuda_runtime.h").is_file():
-        return False
-    with contextlib.suppress(ToolchainError):
-        return bool(_find_cudart(home))
-    return False
+def _is_toolkit(home: str) -> bool:
+    return os.path.isfile(os.path.join(home, "include", "cuda_runtime.h")) and _cudart_of(home) is not None
 
 
 def _dryrun_home(path: Path) -> str:
@@ -204,27 +198,29 @@ def _dryrun_home(path: Path) -> str:
     return os.path.realpath(top.group(1).strip())
 
 
-def _find_cudart(home: Path) -> Path:
+_LIBRARY_FOLDERS = ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib", "lib/x86_64-linux-gnu")
+
+
+def _cudart_of(home: str) -> str | None:
     # pip's packages hold only the versioned name, which a plain -lcudart does not find.
-    for folder in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib", "lib/x86_64-linux-gnu"):
-        names = sorted((home / folder).glob("libcudart.so*"), key=lambda p: len(p.name))
+    for folder in _LIBRARY_FOLDERS:
+        plain = os.path.join(home, folder, "libcudart.so")
+        names = [plain] if os.path.exists(plain) else sorted(glob.glob(f"{glob.escape(plain)}.*"), key=len)
         if names:
-            return names[0].resolve()
-    raise ToolchainError(
-        f"{home} has no libcudart.so (pip install nvidia-cuda-runtime, or the toolkit's cudart package)"
-    )
+            return os.path.realpath(names[0])
+    return None
 
 
-def _nvcc_version(nvcc: Path) -> str:
+def _nvcc_version(nvcc: str) -> str:
     def ask() -> str:
-        text = _output([str(nvcc), "--version"])
+        text = _output([nvcc, "--version"])
         release = re.search(r"release [\d.]+, V([\d.]+)", text)
         build = re.search(r"^Build (\S+)", text, re.MULTILINE)
         if not release:
             raise ToolchainError(f"{nvcc} does not behave like nvcc: {text.strip()[:200]}")
         return release.group(1) + (f" ({build.group(1)})" if build else "")
 
-    return _remembered(f"{nvcc} --version", str(nvcc), ask)
+    return _remembered(f"{nvcc} --version", nvcc, ask)
 
 
 # --- the other tools ------------------------------------------------------------------------------------------------
