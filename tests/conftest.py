@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from scale_template import Toolkit, real_nvcc
+from scale_template import Toolkit, load, real_nvcc
 
 from hpcjit import build, folders
 
@@ -53,3 +53,24 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def toolkit(tmp_path: Path) -> Toolkit:
     """A toolkit folder whose nvcc writes a line to a log for every compile and then runs the real one."""
     return Toolkit(tmp_path / "toolkit")
+
+
+@pytest.fixture(scope="session")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with two finished kernels, copied by the tests that damage or move it."""
+    root = tmp_path_factory.mktemp("stock") / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HPCJIT_CACHE_DIR", str(root))
+        build.forget()
+        load()
+        load(offset=1)
+        build.forget()
+    return root
+
+
+@pytest.fixture
+def stocked(fresh, stock, toolkit, monkeypatch) -> Path:
+    """A private copy of the stock, and a compiler that counts."""
+    shutil.copytree(stock, fresh)
+    monkeypatch.setenv("HPCJIT_CUDA_HOME", str(toolkit.home))
+    return fresh

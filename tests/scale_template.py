@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcjit import toolchain
+from hpcjit import build, cache, launch, toolchain
 from hpcjit.build import Config, Template
 from hpcjit.errors import ToolchainError
 
@@ -115,3 +115,13 @@ def output(process: subprocess.Popen, timeout: float = 120) -> str:
     out, err = process.communicate(timeout=timeout)
     assert process.returncode == 0, err
     return out.strip()
+
+
+def load(**config) -> launch.Kernel:
+    """The scale kernel for sm_90a."""
+    return build.load(SCALE, ScaleConfig(**config), arch=ARCH)
+
+
+def entry_of(root: Path, offset: int = 0) -> cache.Entry:
+    """The entry of one of the kernels in the stock."""
+    return next(e for e in cache.entries(root=root) if e.manifest["config"]["offset"] == offset)

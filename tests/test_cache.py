@@ -1,61 +1,28 @@
-"""The cache on disk: damage, trust, full and read-only disks, many processes, killed builders, bundles."""
+"""The cache on disk: damage, many processes, killed builders, locks, layers, listing."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
-import tarfile
 import time
-import warnings
 from pathlib import Path
 
 import pytest
-from scale_template import ARCH, SCALE, ScaleConfig, output, python, real_nvcc
+from scale_template import ARCH, SCALE, ScaleConfig, entry_of, load, output, python, real_nvcc
 
-from hpcjit import build, bundle, cache, folders, launch, locking
+from hpcjit import build, cache, launch, locking
 from hpcjit.cache import MANIFEST, Selection
-from hpcjit.errors import CacheError
 from hpcjit.folders import CacheWarning
 
 pytestmark = pytest.mark.skipif(real_nvcc() is None, reason="no nvcc on this machine")
 
 LOAD = "k = build.load(SCALE, ScaleConfig(), arch=ARCH)\nprint(k.error_text(2))\n"
-
-
-def load(**config) -> launch.Kernel:
-    return build.load(SCALE, ScaleConfig(**config), arch=ARCH)
-
-
-@pytest.fixture(scope="module")
-def stock(tmp_path_factory) -> Path:
-    """A cache with two finished kernels, copied by the tests that damage or move it."""
-    root = tmp_path_factory.mktemp("stock") / "cache"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HPCJIT_CACHE_DIR", str(root))
-        build.forget()
-        load()
-        load(offset=1)
-        build.forget()
-    return root
-
-
-@pytest.fixture
-def stocked(fresh, stock, toolkit, monkeypatch) -> Path:
-    """A private copy of the stock, and a compiler that counts."""
-    shutil.copytree(stock, fresh)
-    monkeypatch.setenv("HPCJIT_CUDA_HOME", str(toolkit.home))
-    return fresh
-
-
-def entry_of(root: Path, offset: int = 0) -> cache.Entry:
-    return next(e for e in cache.entries(root=root) if e.manifest["config"]["offset"] == offset)
 
 
 # --- damage ---------------------------------------------------------------------------------------------------------
@@ -278,162 +245,6 @@ def test_temporary_folder_on_another_file_system(fresh, monkeypatch):
     assert fresh in load().path.parents
 
 
-# --- folders that cannot be written ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def mount(tmp_path):
-    """mount(path, options): a small file system of its own, where the tests may mount."""
-    mounted: list[Path] = []
-
-    def do(path: Path, options: str) -> None:
-        path.mkdir(exist_ok=True)
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, check=False
-        )
-        if done.returncode:
-            pytest.skip("mounting is not permitted here")
-        if path not in mounted:
-            mounted.append(path)
-
-    yield do
-    for path in mounted:
-        subprocess.run(["umount", "-l", str(path)], check=False)
-
-
-def test_read_only_warm_cache_is_used_without_a_write_or_a_word(stocked, toolkit, mount, stock):
-    mount(stocked, "size=8m,mode=700")
-    shutil.copytree(stock, stocked, dirs_exist_ok=True)
-    mount(stocked, "remount,ro")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert stocked in load().path.parents
-    assert toolkit.compiles == 0
-
-
-def test_read_only_cache_gives_a_private_build_and_one_warning(fresh, mount):
-    mount(fresh, "size=1m,mode=700,ro")
-    with pytest.warns(CacheWarning, match="is read-only; set HPCJIT_CACHE_DIR") as caught:
-        kernels = [load(), load(offset=1)]
-    assert len(caught) == 1
-    assert all(fresh not in kernel.path.parents for kernel in kernels)
-
-
-def test_cache_that_cannot_be_written_without_mounting(fresh, monkeypatch):
-    real = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != fresh and real(path, mode))
-    with pytest.warns(CacheWarning, match="is read-only; set HPCJIT_CACHE_DIR") as caught:
-        kernels = [load(), load(offset=1)]
-    assert len(caught) == 1
-    assert all(fresh not in kernel.path.parents for kernel in kernels)
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
-def test_disk_that_fills_up_while_publishing(fresh, monkeypatch, code):
-    real = cache.write_manifest
-
-    def write(folder, manifest):
-        if fresh in folder.parents and "test.scale" in manifest["op"]:
-            raise OSError(code, os.strerror(code))
-        real(folder, manifest)
-
-    monkeypatch.setattr(cache, "write_manifest", write)
-    with pytest.warns(CacheWarning, match=f"{os.strerror(code)}; free some space") as caught:
-        kernel = load()
-    assert len(caught) == 1
-    assert fresh not in kernel.path.parents
-    assert not cache.entries(root=fresh)
-    assert not [p for p in (fresh / "staging").iterdir() if (p / "build").exists()]
-
-
-def test_full_disk_gives_a_private_build_and_one_warning(fresh, mount):
-    mount(fresh, "size=24k,mode=700")
-    with pytest.warns(
-        CacheWarning, match="No space left on device; free some space, or set HPCJIT_CACHE_DIR"
-    ) as caught:
-        kernel = load()
-    assert len(caught) == 1
-    assert fresh not in kernel.path.parents
-    assert not cache.entries(root=fresh)
-
-
-def test_nothing_can_be_written_at_all(fresh, monkeypatch):
-    """A limit on the size of files hits every folder: the error says so and nothing is published."""
-    code = (
-        "import resource\nfrom hpcjit.errors import HpcjitError\nimport torch.utils.cpp_extension\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (12000, 12000))\n"
-        "try:\n    build.load(SCALE, ScaleConfig(), arch=ARCH)\nexcept HpcjitError as e:\n    print(type(e).__name__, e)\n"
-    )
-    said = output(python(code))
-    assert said.startswith(("CompileError", "CacheError"))
-    assert "too large" in said.lower() or "size limit" in said.lower()
-    assert not cache.entries(root=fresh)
-
-
-def test_noexec_cache(fresh, mount):
-    mount(fresh, "size=8m,mode=700,noexec")
-    with pytest.warns(CacheWarning, match="failed to map segment"):
-        assert fresh not in load().path.parents
-
-
-def test_missing_home(fresh, monkeypatch):
-    monkeypatch.delenv("HPCJIT_CACHE_DIR")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # no HOME and no entry for the user
-    with pytest.warns(CacheWarning, match="there is no home folder; set HPCJIT_CACHE_DIR") as caught:
-        assert load().error_text(2) == "out of memory"
-    assert len(caught) == 1
-
-
-def test_default_folder_follows_xdg(fresh, monkeypatch, tmp_path):
-    monkeypatch.delenv("HPCJIT_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert folders.configured_root() == tmp_path / "xdg" / "hpcjit"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert folders.configured_root() == tmp_path / "home" / ".cache" / "hpcjit"
-
-
-def test_folder_set_after_import_counts(fresh, monkeypatch, tmp_path):
-    monkeypatch.setenv("HPCJIT_CACHE_DIR", str(tmp_path / "later"))
-    assert folders.usable_root() == tmp_path / "later"
-
-
-# --- trust ----------------------------------------------------------------------------------------------------------
-
-
-def test_folders_are_private(fresh):
-    entry = load().path.parent
-    for folder in (fresh, entry, entry.parent, entry.parent.parent, fresh / "locks", fresh / "staging"):
-        assert folder.stat().st_mode & 0o777 == 0o700, folder
-
-
-@pytest.mark.parametrize("mode", [0o777, 0o770])
-def test_root_that_others_can_write_is_not_used(stocked, toolkit, mode):
-    stocked.chmod(mode)
-    with pytest.warns(CacheWarning, match=r"can be written by others \(mode 77\d\).*chmod -R go-w"):
-        kernel = load()
-    assert stocked not in kernel.path.parents
-    assert toolkit.compiles == 1
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2, 3])
-def test_entry_that_others_can_write_is_refused(stocked, toolkit, depth):
-    victim = entry_of(stocked).binary
-    ([victim, *victim.parents])[depth].chmod(0o777)
-    with pytest.warns(CacheWarning, match="can be written by others"):
-        load()
-    assert toolkit.compiles == 1
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_entry_of_another_user_is_refused(stocked, toolkit):
-    os.chown(entry_of(stocked).path, 12345, -1)
-    with pytest.warns(CacheWarning, match="belongs to another user"):
-        load()
-    assert toolkit.compiles == 1
-
-
 # --- layers ---------------------------------------------------------------------------------------------------------
 
 
@@ -478,156 +289,4 @@ def test_list_and_remove(stocked):
     assert not victim.path.exists()
     assert len(cache.entries()) == 1
     cache.remove()
-    assert cache.entries() == []
-
-
-# --- bundles --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def packed(stocked, tmp_path) -> Path:
-    bundle.export_bundle(tmp_path / "kernels.tar.gz")
-    shutil.rmtree(stocked)
-    return tmp_path / "kernels.tar.gz"
-
-
-def test_bundle_round_trip_without_a_compiler(packed, fresh, monkeypatch):
-    assert len(bundle.import_bundle(packed)) == 2
-    monkeypatch.setenv("HPCJIT_CUDA_HOME", "/nonexistent")
-    assert load().error_text(2) == "out of memory"
-    assert load(offset=1).path.stat().st_mode & 0o777 == 0o700
-    assert len(bundle.import_bundle(packed)) == 2  # again: what is there stays
-
-
-def test_bundle_takes_a_selection(stocked, tmp_path):
-    chosen = bundle.export_bundle(tmp_path / "one.tar.gz", Selection(key=entry_of(stocked).key[:10]))
-    assert [e.config for e in chosen] == ["threads=256, offset=0"]
-    with pytest.raises(CacheError, match="nothing to export"):
-        bundle.export_bundle(tmp_path / "none.tar.gz", Selection(op="other.*"))
-    assert not (tmp_path / "none.tar.gz").exists()
-
-
-def test_damaged_entry_is_not_exported(stocked, tmp_path):
-    truncate(entry_of(stocked))
-    with pytest.raises(CacheError, match="its manifest says"):
-        bundle.export_bundle(tmp_path / "x.tar.gz")
-    assert list(tmp_path.glob("*x.tar.gz*")) == []
-
-
-def repack(path: Path, change) -> None:
-    """Rewrite a bundle after `change(members)` on its list of (TarInfo, content)."""
-    with tarfile.open(path) as archive:
-        members = [(member, archive.extractfile(member).read()) for member in archive]
-    change(members)
-    with tarfile.open(path, "w:gz") as archive:
-        for member, content in members:
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-
-
-def extra(name: str, **facts):
-    def change(members):
-        member = tarfile.TarInfo(name)
-        for key, value in facts.items():
-            setattr(member, key, value)
-        members.append((member, b"" if facts else b"x"))
-
-    return change
-
-
-def listed(name: str):
-    def change(members):
-        index = json.loads(members[0][1])
-        index["files"][name] = {"bytes": 1, "sha256": "0"}
-        members[0] = (members[0][0], json.dumps(index).encode())
-        extra(name)(members)
-
-    return change
-
-
-def grow(members):
-    members[1] = (members[1][0], members[1][1] + b"x")
-
-
-def flip(members):
-    content = bytearray(members[1][1])
-    content[100] ^= 1
-    members[1] = (members[1][0], bytes(content))
-
-
-def drop(members):
-    members.pop()
-
-
-def double(members):
-    members.append(members[1])
-
-
-def rename_consistently(members):
-    """An entry under another entry's name, with an index that agrees."""
-    index = json.loads(members[0][1])
-    old = members[1][0].name.rpartition("/")[0]
-    new = old[:-12] + "0" * 12
-    for member, _ in members[1:]:
-        member.name = member.name.replace(old, new)
-    index["files"] = {name.replace(old, new): facts for name, facts in index["files"].items()}
-    members[0] = (members[0][0], json.dumps(index).encode())
-
-
-def no_index(members):
-    members.pop(0)
-
-
-def other_format(members):
-    members[0] = (members[0][0], b'{"format": 99, "files": {}}')
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        extra("sm_90a/test.scale/new-000000000000/kernel.so"),
-        extra("../escaped"),
-        extra("/absolute"),
-        extra("sm_90a/link", type=tarfile.SYMTYPE, linkname="/etc/passwd"),
-        extra("sm_90a/hard", type=tarfile.LNKTYPE, linkname="bundle.json"),
-        extra("sm_90a/device", type=tarfile.CHRTYPE),
-        listed("../../escaped"),
-        listed("/absolute"),
-        listed("sm_90a/test.scale/../../../escaped/kernel.so"),
-        listed("sm_90a/test.scale/x-000000000000/run.sh"),
-        listed("sm_90a/test.scale/x-000000000000/kernel.so"),
-        grow,
-        flip,
-        drop,
-        double,
-        rename_consistently,
-        no_index,
-        other_format,
-    ],
-)
-def test_bad_bundle_changes_nothing(packed, fresh, tmp_path, change):
-    fresh.mkdir(mode=0o700)
-    outside = set(tmp_path.iterdir())
-    repack(packed, change)
-    with pytest.raises(CacheError, match="was not imported"):
-        bundle.import_bundle(packed)
-    assert cache.entries() == []
-    assert list((fresh / "staging").iterdir()) == []
-    assert set(tmp_path.iterdir()) == outside
-
-
-@pytest.mark.parametrize("content", [b"", b"not a tar", b"\x1f\x8b\x08half a gzip"])
-def test_file_that_is_no_bundle(fresh, tmp_path, content):
-    path = tmp_path / "x.tar.gz"
-    path.write_bytes(content)
-    with pytest.raises(CacheError, match=r"x\.tar\.gz"):
-        bundle.import_bundle(path)
-    with pytest.raises(CacheError, match=r"missing\.tar\.gz"):
-        bundle.import_bundle(tmp_path / "missing.tar.gz")
-
-
-def test_truncated_bundle(packed, fresh):
-    packed.write_bytes(packed.read_bytes()[:-2000])
-    with pytest.raises(CacheError, match="was not imported"):
-        bundle.import_bundle(packed)
     assert cache.entries() == []
