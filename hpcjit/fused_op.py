@@ -57,8 +57,7 @@ def reset_decisions() -> None:
     with _lock:
         _epoch += 1
         for op in _instances:
-            op._decisions.clear()
-            op._warned = False
+            op._forget()
 
 
 trace.on_change(reset_decisions)
@@ -139,6 +138,11 @@ class BaseFusedOp(ABC):
         self._warned = False
         self._per_call = type(self).backend_eligible is not BaseFusedOp.backend_eligible
         _instances.add(self)
+
+    def _forget(self) -> None:
+        """Drop what was decided under a force, a trace or an environment that no longer holds."""
+        self._decisions.clear()
+        self._warned = False
 
     @abstractmethod
     def forward_native(self, *args: Any, **kwargs: Any) -> Any:

@@ -58,6 +58,27 @@ class JitOp(BaseFusedOp):
             cls.kinds = tuple(kind.lower() for kind, _, _ in found)
             cls.mutated = tuple(name for _, alias, name in found if alias)
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._caller: Any = None
+        self.fast: Callable[..., None] = self._dispatch
+
+    def _forget(self) -> None:
+        super()._forget()
+        self.fast = self._dispatch
+        if self._caller is not None:
+            self._caller.remembered.clear()
+
+    def _dispatch(self, *args: Any) -> None:
+        """`fast` until the automatic choice has turned out to be the JIT backend: then the caller takes its place.
+
+        `fast(*args)` does what `self(*args)` does, for positional arguments, without Python code in between.
+        """
+        self(*args)
+        automatic = [choice for device, choice in self._decisions.items() if isinstance(device, int)]
+        if self._caller is not None and self._caller in automatic:
+            self.fast = self._caller
+
     def check(self, *args: Any) -> None:
         """Raise an `ArgumentError` if the call is not one that the operator takes, on any device."""
         raise NotImplementedError
@@ -86,13 +107,18 @@ class JitOp(BaseFusedOp):
         if len(args) != len(self.arguments):
             raise TypeError(f"{self.op}: expected {len(self.arguments)} arguments, got {len(args)}")
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        if not tensors:
+            self.check(*args)
+        device = tensors[0].get_device()
+        if self.fast is self._caller and self._decision(device) is not self._caller:
+            self(*args)  # came through `fast`, with tensors of a device that another backend serves
+            return
         if any(type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for value in tensors):
             # A fake tensor, a distributed one, ...: torch's dispatcher knows what the operator means for it.
             getattr(torch.ops.hpcjit, self.op.replace(".", "_"))(*args)
             return
         self.check(*args)
         plan = self.plan(*args)
-        device = tensors[0].get_device()
         run = _do_nothing if isinstance(plan, str) else self._runner(plan, device, anywhere=key is None)
         if key is None:
             run(*args)

@@ -11,9 +11,11 @@ import pytest
 import torch
 from test_launch import HAS_PYTHON_H, Stub
 
-from hpcjit import binder, build, caller, jit_op, launch
+from hpcjit import binder, build, caller, jit_op, launch, trace
 from hpcjit.errors import ArgumentError, LaunchError
+from hpcjit.fused_op import use_backend
 from hpcjit.jit_op import NOTHING, JitOp, Plan
+from hpcjit.spec import KernelBackend
 
 STREAM = 0x5EED
 _GET_STREAM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
@@ -252,3 +254,60 @@ def test_references_are_not_leaked(toy) -> None:
 def test_header_travels_with_the_package() -> None:
     assert Path(binder.HEADER).is_file()
     assert HAS_PYTHON_H is False or binder.module() is not None
+
+
+class TestFast:
+    """`fast` must do what a call of the operator does, whatever has been chosen or forced."""
+
+    @pytest.fixture
+    def runs(self, toy, monkeypatch: pytest.MonkeyPatch):
+        op, stub = toy
+        native: list[tuple] = []
+        monkeypatch.setattr(op, "reference", lambda *args: native.append(args))
+        op._forget()
+        return op, stub, native
+
+    def use_jit(self, op: ToyOp, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let automatic choice find the JIT backend good for CPU tensors."""
+        everywhere = {KernelBackend.JIT: frozenset()}
+        monkeypatch.setattr(type(op), "capabilities", everywhere)
+        op._forget()
+
+    def test_the_caller_takes_over_and_is_left_again(self, runs, monkeypatch) -> None:
+        op, stub, native = runs
+        self.use_jit(op, monkeypatch)
+        for _ in range(4):
+            op.fast(*arguments())
+        assert op.fast is op._caller
+        assert (len(stub.calls), len(native)) == (4, 0)
+        with use_backend("torch"):
+            op.fast(*arguments())
+            assert (len(stub.calls), len(native)) == (4, 1)
+            op(*arguments(), backend="jit")
+            assert (len(stub.calls), len(native)) == (5, 1)
+        op.fast(*arguments())
+        assert (len(stub.calls), len(native)) == (6, 1)
+
+    def test_a_trace_sees_every_call(self, runs, monkeypatch) -> None:
+        op, _, _ = runs
+        self.use_jit(op, monkeypatch)
+        for _ in range(4):
+            op.fast(*arguments())
+        trace.enable_fused_op_trace()
+        try:
+            for _ in range(3):
+                op.fast(*arguments())
+            assert [record.count for record in trace.get_fused_op_trace().records] == [3]
+        finally:
+            trace.disable_fused_op_trace()
+            trace.clear_fused_op_trace()
+
+    def test_another_device_goes_where_it_belongs(self, runs, monkeypatch) -> None:
+        op, stub, native = runs
+        self.use_jit(op, monkeypatch)
+        for _ in range(3):
+            op.fast(*arguments())
+        monkeypatch.setattr(op, "_decision", lambda index: op.forward_native)
+        monkeypatch.setitem(op._decisions, -1, op.forward_native)
+        op.fast(*arguments(mode=77))
+        assert (len(stub.calls), len(native)) == (3, 1)
