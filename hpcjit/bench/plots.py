@@ -23,6 +23,11 @@ STYLES: dict[str, tuple[str, str]] = {
     KernelBackend.TORCH_COMPILE.value: ("#CC79A7", "X"),
     KernelBackend.TORCH.value: ("#999999", "d"),
 }
+LABELS = {
+    KernelBackend.JIT.value: "hpcjit",
+    KernelBackend.AOT.value: "sglang",
+    KernelBackend.TORCH.value: "torch eager",
+}
 COLUMNS = 3
 
 Panel = dict[str, list[tuple[int, Row]]]
@@ -77,14 +82,15 @@ def _figure(op: str, shown: dict[str, Panel], sample: Row) -> Any:
         _panel(axis, name, panel)
     for axis in list(axes.flat)[len(shown) :]:
         axis.set_visible(False)
-    handles = {
-        label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
-    }
-    figure.suptitle(op, fontweight="bold", fontsize=13)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("us per call, cold L2")
+    pairs = [pair for axis in axes.flat for pair in zip(*axis.get_legend_handles_labels(), strict=True)]
+    handles = {label: handle for handle, label in pairs}
     facts = sample.environment
-    note = f"{facts.get('gpu', '')}, cold L2, torch {facts.get('torch', '')}, commit {facts.get('commit', '')}"
-    figure.supxlabel(f"number of tokens\n{note}", fontsize=8, color="#555555")
+    note = f"{facts.get('gpu', '')}, torch {facts.get('torch', '')}, hpcjit commit {facts.get('commit', '')}"
+    figure.suptitle(f"{op}\n", fontweight="bold", fontsize=13)
+    figure.text(0.5, 1 - 0.36 / figure.get_figheight(), note, ha="center", va="top", fontsize=8.5, color="#555555")
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
     return figure
 
 
@@ -101,18 +107,28 @@ def _panel(axis: Any, name: str, panel: Panel) -> None:
             markersize=5,
             linewidth=2.4 if ours else 1.3,
             zorder=3 if ours else 2,
-            label="hpcjit (jit)" if ours else backend,
+            label=LABELS.get(backend, backend),
         )
     floor = {tokens: row.floor_us for points in panel.values() for tokens, row in points if row.floor_us}
     if floor:
-        sizes = sorted(floor)
-        axis.plot(
-            sizes, [floor[size] for size in sizes], color="black", linestyle=":", linewidth=1.2, label="memory floor"
-        )
-        axis.set_ylim(bottom=0.5 * min(row.us for points in panel.values() for _, row in points if row.us))
+        axis.plot(list(floor), list(floor.values()), color="black", linestyle=":", linewidth=1.2, label="floor")
+    times = [row.us for points in panel.values() for _, row in points if row.us]
+    axis.set_ylim(0.5 * min(times), 1.5 * max(times))
+    _dress(axis, name, sorted({tokens for points in panel.values() for tokens, _ in points}))
+
+
+def _dress(axis: Any, name: str, sizes: list[int]) -> None:
+    """Logarithmic axes with plain numbers, and light lines."""
+    from matplotlib import ticker
+
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
+    axis.set_xticks(sizes, [str(size) for size in sizes])
+    axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    axis.yaxis.set_minor_formatter(ticker.NullFormatter())
+    axis.margins(x=0.06)
     axis.set_title(f"size {name}" if name else "", fontsize=10)
-    axis.set_ylabel("us per call")
+    axis.set_xlabel("number of tokens")
     axis.grid(True, which="major", color="#dddddd", linewidth=0.7)
     axis.spines[["top", "right"]].set_visible(False)
