@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from op_grid import GRID
-from op_tools import OPS, demo_case, operator
+from op_tools import DEMOS, operator
 
 from hpcjit import build, toolchain
 from hpcjit.cases import Maker
@@ -31,7 +31,7 @@ def built(request: pytest.FixtureRequest, session_cache: None) -> None:
         return
     wanted = {}
     calls = [(entry.op, entry.make(Maker("meta"))) for entry in GRID]
-    calls += [(op, demo_case(op).args("meta")) for op in OPS]
+    calls += [(case.op, case.args("meta")) for case in DEMOS]
     for op, args in calls:
         plan = operator(op).plan(*args)
         if not isinstance(plan, str):

@@ -201,7 +201,9 @@ def _large_entries() -> Iterator[Entry]:
 
     yield Entry("quantization.per_tensor_quant_fp8", "1100x4096", per_tensor, f"{why}, blocks stride")
     padded = lambda m: per_tensor(m, 16)  # noqa: E731
-    yield Entry("quantization.per_tensor_quant_fp8", "1100x4096 gaps", padded, "aligned rows with gaps: not one flat list")
+    yield Entry(
+        "quantization.per_tensor_quant_fp8", "1100x4096 gaps", padded, "aligned rows with gaps: not one flat list"
+    )
 
 
 def _cache_entries() -> Iterator[Entry]:
@@ -249,7 +251,9 @@ def _cache_entries() -> Iterator[Entry]:
     ]
     for *shape, kind, why in shapes:
         tokens, heads, key_dim, value_dim, page, dtype, cache_dtype, layout = shape
-        label = f"{tokens}x{heads}x{key_dim}+{value_dim} p{page} {str(dtype)[6:]} {str(cache_dtype)[6:11]} {layout} {kind}"
+        label = (
+            f"{tokens}x{heads}x{key_dim}+{value_dim} p{page} {str(dtype)[6:]} {str(cache_dtype)[6:11]} {layout} {kind}"
+        )
         make = lambda m, shape=shape, kind=kind: entry(m, *shape, kind)  # noqa: E731
         yield Entry("kvcache.reshape_and_cache", label.strip(), make, why)
 
@@ -276,7 +280,9 @@ def _topk_entries() -> Iterator[Entry]:
     ]
     for *call, why in calls:
         tokens, experts, top_k, dtype, renormalize, softcap, bias, how = call
-        label = f"{tokens}x{experts}x{top_k} {str(dtype)[6:]} {how} {'renorm' * renormalize} {softcap:g} {'bias' * bias}"
+        label = (
+            f"{tokens}x{experts}x{top_k} {str(dtype)[6:]} {how} {'renorm' * renormalize} {softcap:g} {'bias' * bias}"
+        )
         yield Entry("moe.topk_softmax", " ".join(label.split()), lambda m, call=call: entry(m, *call), why)
 
 

@@ -46,58 +46,46 @@ def public(op: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"hpcjit.ops.{group}"), name)
 
 
-def demo_case(op: str) -> Case:
-    return cases_of(op, "demo")[0]
+DEMOS: list[Case] = [case for op in OPS for case in cases_of(op, "demo")]
 
 
-def call_public(op: str, args: tuple[Any, ...]) -> Any:
-    """The public call that has the arguments of the schema."""
+def as_public(op: str, args: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]]:
+    """Positional and keyword arguments of the public call that has these arguments of the schema."""
     named = dict(zip(operator(op).arguments, args, strict=True))
-    function = public(op)
-    if op.endswith("_and_mul"):
-        return function(named["input"], out=named["out"])
-    if op == "layernorm.rmsnorm_quant_fp8":
-        scale = None if named["dynamic"] else named["scale"]
-        return function(
-            named["input"], named["weight"], named["eps"], residual=named["residual"], scale=scale, out=named["out"]
-        )
-    if op.startswith("layernorm.") and "out" in named:
-        inputs = [value for name, value in named.items() if name != "out"]
-        return function(*inputs, out=named["out"])
-    if op == "activation.silu_and_mul_quant_fp8":
-        if not named["dynamic"]:
-            return function(named["input"], scale=named["scale"], out=named["out"])
-        return function(
-            named["input"],
-            group_size=named["group_size"] or None,
-            scale_ue8m0=named["scale_ue8m0"],
-            out=named["out"],
-            out_scale=named["scale"],
-        )
-    if op == "quantization.per_token_quant_fp8":
-        return function(named["input"], out=named["out"], out_scale=named["scale"])
-    if op == "quantization.per_token_group_quant_fp8":
-        return function(
-            named["input"],
-            named["group_size"],
-            scale_ue8m0=named["scale_ue8m0"],
-            out=named["out"],
-            out_scale=named["scale"],
-        )
-    if op == "quantization.per_tensor_quant_fp8":
-        if named["dynamic"]:
-            return function(named["input"], out=named["out"], out_scale=named["scale"])
-        return function(named["input"], named["scale"], out=named["out"])
-    if op == "kvcache.reshape_and_cache":
+    group, _, name = op.partition(".")
+    if name == "rmsnorm_quant_fp8":
+        scale = None if named["dynamic"] else named["scale"]  # a dynamic one is always a new tensor
+        options = {"residual": named["residual"], "out": named["out"], "scale": scale}
+        return [named["input"], named["weight"], named["eps"]], options
+    if name == "silu_and_mul_quant_fp8":
+        options = {"group_size": named["group_size"] or None, "scale_ue8m0": named["scale_ue8m0"], "out": named["out"]}
+        return [named["input"]], options | _scale(named)
+    if name == "per_tensor_quant_fp8":
+        return [named["input"]], {"out": named["out"]} | _scale(named)
+    if group == "kvcache":
         scales = {
             f"{side}_scale": named[f"{side}_scale"] if named[f"{side}_scale"] is not None else named[f"{side}_factor"]
             for side in "kv"
         }
-        return function(*args[:5], **scales, layout=named["layout"])
-    if op == "moe.topk_softmax":
-        options = {name: named[name] for name in ("renormalize", "softcap", "bias", "weights", "ids")}
-        return function(named["logits"], named["top_k"], **options)
-    return function(*args)
+        return list(args[:5]), {**scales, "layout": named["layout"]}
+    # In the others the outputs and options have the names of the schema, but for `scale`.
+    keywords = {"out", "scale_ue8m0", "renormalize", "softcap", "bias", "weights", "ids"}
+    if name == "layernorm":
+        keywords -= {"bias"}
+    options = {key: value for key, value in named.items() if key in keywords}
+    if "scale" in named:
+        options["out_scale"] = named["scale"]
+    return [value for key, value in named.items() if key not in keywords and key != "scale"], options
+
+
+def _scale(named: dict[str, Any]) -> dict[str, Any]:
+    return {"out_scale" if named["dynamic"] else "scale": named["scale"]}
+
+
+def call_public(op: str, args: tuple[Any, ...]) -> Any:
+    """The public call that has these arguments of the schema."""
+    positional, keywords = as_public(op, args)
+    return public(op)(*positional, **keywords)
 
 
 # --- bits -----------------------------------------------------------------------------------------------------------

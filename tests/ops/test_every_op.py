@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from op_grid import GRID, Entry
-from op_tools import OPS, bits, call_public, demo_case, operator, outside, public, same_bits, tensors, whole
+from op_tools import DEMOS, OPS, as_public, bits, call_public, operator, outside, public, same_bits, tensors, whole
 
 from hpcjit import build, numerics
-from hpcjit.cases import Maker, all_cases
+from hpcjit.cases import Case, Maker, all_cases
 from hpcjit.jit_op import NOTHING, Plan
 from hpcjit.registry import registry
 
@@ -17,7 +17,7 @@ from hpcjit.registry import registry
 NEAR_TIES = 0.02
 
 grid = pytest.mark.parametrize("entry", GRID, ids=lambda entry: entry.id)
-every_op = pytest.mark.parametrize("op", OPS)
+every_demo = pytest.mark.parametrize("case", DEMOS, ids=lambda case: f"{case.op}-{case.name}".replace(" ", "_"))
 
 
 def test_all_operators_are_listed():
@@ -109,75 +109,82 @@ def _assert_contained(op, args, run) -> None:
             assert same_bits(old, new), "an input was changed"
 
 
-@every_op
+@every_demo
 class TestTorchLibrary:
-    def test_opcheck(self, op: str, device: torch.device):
+    def test_opcheck(self, case: Case, device: torch.device):
         """Schema, fake implementation and functionalisation agree with what the operator does."""
-        args = _small(op, device)
-        overload = getattr(torch.ops.hpcjit, op.replace(".", "_")).default
+        args = _small(case, device)
+        overload = getattr(torch.ops.hpcjit, case.op.replace(".", "_")).default
         if any(t.dtype == torch.float8_e4m3fn for t in tensors(args)):  # torch compares results, and cannot float8
             tests = ("test_autograd_registration", "test_faketensor")
         else:
             tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
         torch.library.opcheck(overload, args, test_utils=tests)
 
-    def test_compiles_as_one_graph(self, op: str, device: torch.device):
+    def test_compiles_as_one_graph(self, case: Case, device: torch.device):
         """The public function has no graph break, and the compiled call gives the bits of the eager one."""
-        args = demo_case(op).args(device)
+        args = case.args(device)
         eager, compiled = numerics.copy_args(args), numerics.copy_args(args)
-        call_public(op, eager)
+        expected = call_public(case.op, eager)
         torch._dynamo.reset()
-        torch.compile(lambda *a: call_public(op, a), fullgraph=True, backend="aot_eager")(*compiled)
-        for a, b in zip(tensors(eager), tensors(compiled), strict=True):
+        positional, keywords = as_public(case.op, compiled)
+        result = torch.compile(public(case.op), fullgraph=True, backend="aot_eager")(*positional, **keywords)
+        assert (result is None) == (expected is None)
+        for a, b in zip(_made(case.op, eager, expected), _made(case.op, compiled, result), strict=True):
             assert same_bits(a, b)
 
-    def test_grad_is_refused(self, op: str, device: torch.device):
+    def test_grad_is_refused(self, case: Case, device: torch.device):
         """There is no backward: an input that requires grad is an error, and no error under no_grad."""
-        args = list(demo_case(op).args(device))
+        args = list(case.args(device))
         args[0].requires_grad_()
         with pytest.raises(ValueError, match="gradient"):
-            operator(op)(*args)
+            operator(case.op)(*args)
         with torch.no_grad():
-            operator(op)(*args)
+            operator(case.op)(*args)
 
-    def test_too_few_arguments(self, op: str, device: torch.device):
+    def test_too_few_arguments(self, case: Case, device: torch.device):
         with pytest.raises(TypeError):
-            operator(op)(*demo_case(op).args(device)[:-1])
+            operator(case.op)(*case.args(device)[:-1])
 
 
-def _small(op: str, device: torch.device):
+def _made(op: str, args, result) -> list[torch.Tensor]:
+    """All tensors of a public call, its results in their place."""
+    if op == "layernorm.rmsnorm_quant_fp8":  # its dynamic scale is always a new tensor
+        args = (*args[:-1], result[1])
+    return tensors(args)
+
+
+def _small(case: Case, device: torch.device):
     """opcheck compares outputs with allclose: no NaN may be left, so poison becomes zero."""
-    args = numerics.copy_args(demo_case(op).args(device))
+    args = numerics.copy_args(case.args(device))
     for t in tensors(args):
         if t.dtype == torch.float8_e4m3fn or not t.isfinite().all():
             whole(t).zero_()
     return args
 
 
-@every_op
+@every_demo
 @pytest.mark.gpu
 class TestOnTheGpu:
-    def test_public_function(self, op: str):
+    def test_public_function(self, case: Case):
         """The public function leaves the bits that the JIT backend leaves."""
-        args = demo_case(op).args("cuda")
+        args = case.args("cuda")
         direct, called = numerics.copy_args(args), numerics.copy_args(args)
-        operator(op).forward_jit(*direct)
-        result = call_public(op, called)
-        if op == "layernorm.rmsnorm_quant_fp8":  # its dynamic scale is always a new tensor
-            called = (*called[:-1], result[1])
-        for a, b in zip(tensors(direct), tensors(called), strict=True):
+        operator(case.op).forward_jit(*direct)
+        result = call_public(case.op, called)
+        for a, b in zip(tensors(direct), _made(case.op, called, result), strict=True):
             assert same_bits(a, b)
 
-    def test_graph_replay(self, op: str):
+    def test_graph_replay(self, case: Case):
         """A captured call reads what its inputs hold at replay."""
-        owner = operator(op)
-        args = demo_case(op).args("cuda")
+        owner = operator(case.op)
+        args = case.args("cuda")
         owner.forward_jit(*numerics.copy_args(args))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             owner.forward_jit(*args)
         for seed in (1, 2):
-            fresh = demo_case(op).args("cuda", seed)
+            fresh = case.args("cuda", seed)
             for t, new in zip(tensors(args), tensors(fresh), strict=True):
                 t.copy_(new)
             owner.forward_jit(*fresh)
@@ -185,10 +192,10 @@ class TestOnTheGpu:
             for t, new in zip(tensors(args), tensors(fresh), strict=True):
                 assert same_bits(t, new)
 
-    def test_current_stream(self, op: str):
+    def test_current_stream(self, case: Case):
         """Work goes to the current stream: it sees what that stream wrote after a long wait, on two streams at once."""
-        owner = operator(op)
-        fresh = [demo_case(op).args("cuda", seed) for seed in (1, 2)]
+        owner = operator(case.op)
+        fresh = [case.args("cuda", seed) for seed in (1, 2)]
         args = [tuple(torch.zeros_like(v) if isinstance(v, torch.Tensor) else v for v in each) for each in fresh]
         torch.cuda.synchronize()
         streams = [torch.cuda.Stream() for _ in args]
@@ -204,32 +211,32 @@ class TestOnTheGpu:
             for t, expected in zip(tensors(mine), tensors(new), strict=True):
                 assert same_bits(t, expected)
 
-    def test_second_device(self, op: str):
+    def test_second_device(self, case: Case):
         """Tensors of a device that is not current are worked on where they are."""
         if torch.cuda.device_count() < 2:
             pytest.skip("one GPU")
-        here, there = demo_case(op).args("cuda:0"), demo_case(op).args("cuda:0")
+        here, there = case.args("cuda:0"), case.args("cuda:0")
         there = tuple(v.to("cuda:1") if isinstance(v, torch.Tensor) else v for v in there)
-        operator(op).forward_jit(*here)
-        operator(op).forward_jit(*there)
+        operator(case.op).forward_jit(*here)
+        operator(case.op).forward_jit(*there)
         assert torch.cuda.current_device() == 0
         for a, b in zip(tensors(here), tensors(there), strict=True):
             assert torch.equal(bits(a).cpu(), bits(b).cpu())
 
-    def test_mixed_devices(self, op: str):
-        args = list(demo_case(op).args("cuda"))
+    def test_mixed_devices(self, case: Case):
+        args = list(case.args("cuda"))
         i = max(i for i, value in enumerate(args) if isinstance(value, torch.Tensor))
         args[i] = args[i].cpu()
-        with pytest.raises(ValueError, match=f"'{operator(op).arguments[i]}'"):
-            operator(op)(*args)
+        with pytest.raises(ValueError, match=f"'{operator(case.op).arguments[i]}'"):
+            operator(case.op)(*args)
 
 
 def _demo_builds():
     found = {}
-    for op in OPS:
-        plan = operator(op).plan(*demo_case(op).args("meta"))
-        found.setdefault((plan.template, plan.config), op)
-    return [pytest.param(*key, id=f"{op}".replace(".", "-")) for key, op in found.items()]
+    for case in DEMOS:
+        plan = operator(case.op).plan(*case.args("meta"))
+        found.setdefault((plan.template, plan.config), case.op)
+    return [pytest.param(*key, id=op) for key, op in found.items()]
 
 
 @pytest.mark.slow

@@ -259,4 +259,5 @@ def empty_group_scale(out: torch.Tensor, group_size: int, column_major: bool) ->
         return out.new_empty((*tokens, groups), dtype=torch.float32)
     num_tokens = math.prod(tokens)
     padded = -(-num_tokens // 4) * 4
-    return out.new_empty((groups, padded), dtype=torch.float32)[:, :num_tokens].t().view((*tokens, groups))
+    scale = out.new_empty((groups, padded), dtype=torch.float32)[:, :num_tokens].t()
+    return scale if len(tokens) == 1 else scale.view((*tokens, groups))
