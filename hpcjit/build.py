@@ -216,8 +216,8 @@ def _request(template: Template, config: Config, arch: str) -> _Request:
     except ToolchainError as problem:
         missing = problem
     key = hashlib.sha256(f"{source_key} {tools.identity}".encode()).hexdigest() if tools else None
-    folders = (*include, library) if library else include
-    job = compiler.Job(template.title(config, arch), f"k{(key or source_key)[:12]}", text, arch, flags, folders)
+    searched = (*include, library) if library else include
+    job = compiler.Job(template.title(config, arch), f"k{(key or source_key)[:12]}", text, arch, flags, searched)
     return _Request(
         template, config, cache.Wanted(template.op, arch, _slug(config), source_key, key), job, tools, missing
     )

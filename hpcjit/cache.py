@@ -140,31 +140,34 @@ def find(wanted: Wanted, any_compiler: bool = False) -> Entry | None:
 
 
 def _candidates(root: Path, wanted: Wanted, any_compiler: bool) -> list[Entry]:
-    if not any_compiler:
-        folder = wanted.folder(root)
-        return _described(folder, wanted) if folder.is_dir() else []
-    found: list[Entry] = []
-    with contextlib.suppress(OSError):
-        for folder in (root / wanted.arch / wanted.op).iterdir():
-            if folder.name.startswith(f"{wanted.config}-"):
-                found += _described(folder, wanted)
-    return sorted(found, key=lambda e: float(e.manifest.get("created", 0)), reverse=True)
+    """Entries with a whole manifest that are about what is wanted, newest first."""
+    if any_compiler:
+        found = [e for f in _folders_like(root / wanted.arch / wanted.op, wanted.config) for e in _read_or_warn(f)]
+        fitting = [e for e in found if e.manifest["source_key"] == wanted.source_key and e.arch == wanted.arch]
+        return sorted(fitting, key=lambda e: float(e.manifest.get("created", 0)), reverse=True)
+    folder = wanted.folder(root)
+    if not os.path.isdir(folder):
+        return []
+    found = _read_or_warn(folder)
+    if found and found[0].identity != (wanted.op, wanted.arch, wanted.key, wanted.source_key):
+        warn_once(str(folder), f"hpcjit does not use a cached kernel: {folder} holds {found[0].op} for {found[0].arch}")
+        return []
+    return found
 
 
-def _described(folder: Path, wanted: Wanted) -> list[Entry]:
-    """The entry in `folder` if its manifest is whole and is about what is wanted."""
+def _folders_like(parent: Path, config: str) -> list[Path]:
     try:
-        entry = read_entry(folder)
+        return [folder for folder in parent.iterdir() if folder.name.startswith(f"{config}-")]
+    except OSError:
+        return []
+
+
+def _read_or_warn(folder: Path) -> list[Entry]:
+    try:
+        return [read_entry(folder)]
     except CacheError as problem:
         warn_once(str(folder), f"hpcjit does not use a cached kernel: {problem}")
         return []
-    facts = entry.manifest
-    if facts["source_key"] != wanted.source_key and wanted.key is None:
-        return []  # another version of the code
-    if facts["source_key"] != wanted.source_key or facts["arch"] != wanted.arch or facts["op"] != wanted.op:
-        warn_once(str(folder), f"hpcjit does not use a cached kernel: {folder} holds {facts['op']} for {facts['arch']}")
-        return []
-    return [entry]
 
 
 _MANIFEST_TYPES: dict[str, type] = {

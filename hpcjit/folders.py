@@ -1,4 +1,8 @@
-"""The folders of the kernel cache: which there are, which may be trusted, and what to do when none can be written."""
+"""The folders of the kernel cache: which there are, which may be trusted, and what to do when none can be written.
+
+Folders are made for their owner alone (0700). A layer that root bakes into an image for other users is opened to them
+with `chmod -R a+rX`; folders and files that belong to root and that nobody else can write are trusted.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,7 @@ def root_problem() -> str:
     root = configured_root()
     if root is None:
         return "there is no home folder; set HPCJIT_CACHE_DIR to a folder for the kernel cache"
-    if _checked.get(root) != "" or not root.is_dir():
+    if _checked.get(root) != "" or not os.path.isdir(root):
         _checked[root] = _open_root(root)
     return _checked[root]
 
@@ -69,11 +73,18 @@ def usable_root() -> Path | None:
 
 def search_roots() -> list[Path]:
     """Every folder that is searched, in order. A read-only one is searched too; untrusted entries are passed over."""
-    roots = layers()
     root = configured_root()
-    if root is not None and root.is_dir():
-        roots.append(root)
-    return [*roots, *_private.values()]
+    return [p for p in [*layers(), *([root] if root else []), *_private.values()] if _readable(p)]
+
+
+def _readable(folder: Path) -> bool:
+    # Not Path.is_dir, which raises where a folder above may not be entered.
+    if not os.path.isdir(folder):
+        return False
+    if os.access(folder, os.R_OK | os.X_OK):
+        return True
+    warn_once(str(folder), f"hpcjit cannot read the kernel cache {folder}; its owner can run: chmod -R a+rX '{folder}'")
+    return False
 
 
 _private: dict[int, Path] = {}  # by process, so that a forked child does not share (or delete) its parent's

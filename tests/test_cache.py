@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -272,6 +273,31 @@ def test_entry_of_another_compiler_serves_a_machine_without_one(stocked, monkeyp
     build.forget()
     with pytest.warns(CacheWarning):
         assert load().path.parent == newer.path
+
+
+def test_layer_of_a_group_that_may_not_read_it(fresh, stock, toolkit, monkeypatch, tmp_path):
+    """Baked by root with private folders: one sentence says what its owner has to do."""
+    layer = Path(shutil.copytree(stock, tmp_path / "layer"))
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != layer and real(path, mode))
+    monkeypatch.setenv("HPCJIT_CACHE_PATH", str(layer))
+    with pytest.warns(CacheWarning, match=f"cannot read the kernel cache {layer}; .*chmod -R a\\+rX") as caught:
+        assert fresh in load().path.parents
+    assert len(caught) == 1
+
+
+def test_require_warm_takes_an_entry_of_another_compiler_in_silence(stocked, toolkit, monkeypatch):
+    """And is not disturbed by entries of older code beside it."""
+    entry = entry_of(stocked)
+    for name, change in (("e" * 12, {"key": "e" * 64}), ("d" * 12, {"key": "d" * 64, "source_key": "d" * 64})):
+        copy = Path(shutil.copytree(entry.path, entry.path.with_name(entry.path.name[:-12] + name)))
+        (copy / MANIFEST).write_text(json.dumps(entry.manifest | change))
+    shutil.rmtree(entry.path)
+    monkeypatch.setenv("HPCJIT_REQUIRE_WARM", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load().path.parent.name.endswith("e" * 12)
+    assert toolkit.compiles == 0
 
 
 # --- listing and removing -------------------------------------------------------------------------------------------
