@@ -30,7 +30,7 @@ typedef struct Exchange {
   int (*current_stream)(int32_t device_type, int32_t device_id, void** stream);
 } Exchange;
 
-enum { DL_CUDA = 2, MAX_ARGS = 24, MAX_NDIM = 8, MAX_WORDS = MAX_ARGS * (2 + 2 * MAX_NDIM) + 1 };
+enum { DL_CUDA = 2, MAX_ARGS = 24, MAX_NDIM = 8, MAX_WORDS = MAX_ARGS * (2 + 2 * MAX_NDIM) };
 
 // Where a slot of a Bound comes from: a constant, the address of argument `index`, or its value as a double.
 enum { FROM_CONSTANT = 0, FROM_ADDRESS = 1, FROM_FLOAT = 2 };
@@ -68,7 +68,6 @@ typedef struct {
   Py_ssize_t count;
   uint64_t address[MAX_ARGS];
   uint64_t number[MAX_ARGS];  // doubles, bit for bit
-  uint64_t all_addresses;
 } Signature;
 
 static PyTypeObject *bound_type, *caller_type;
@@ -84,14 +83,15 @@ static int add_tensor(const Caller* self, PyObject* object, int i, Signature* s)
   PyObject* type = (PyObject*)Py_TYPE(object);
   if (type != self->tensor_type && type != self->parameter_type) return 0;  // subclasses may mean something else
   if (self->exchange->tensor_from_object(object, &t) || t.ndim > MAX_NDIM) return 0;
-  s->words[s->count++] = t.code | (uint64_t)t.bits << 8 | (uint64_t)t.lanes << 16 | (uint64_t)(uint8_t)t.ndim << 32 |
-                         (uint64_t)(uint8_t)t.device_type << 40 | (uint64_t)(uint16_t)t.device_id << 48;
+  s->address[i] = (uint64_t)(uintptr_t)t.data + t.byte_offset;
+  // ndim takes four bits of its byte, the address within 16 bytes the others.
+  s->words[s->count++] = t.code | (uint64_t)t.bits << 8 | (uint64_t)t.lanes << 16 | (uint64_t)t.ndim << 32 |
+                         (s->address[i] & 15) << 36 | (uint64_t)(uint8_t)t.device_type << 40 |
+                         (uint64_t)(uint16_t)t.device_id << 48;
   for (int d = 0; d < t.ndim; ++d) {
     s->words[s->count++] = (uint64_t)t.shape[d];
     s->words[s->count++] = (uint64_t)t.strides[d];
   }
-  s->address[i] = (uint64_t)(uintptr_t)t.data + t.byte_offset;
-  s->all_addresses |= s->address[i];
   return 1;
 }
 
@@ -142,14 +142,12 @@ static int follows_grad(const Caller* self, PyObject* const* args) {
 
 static int sign(const Caller* self, PyObject* const* args, Signature* s) {
   s->count = 0;
-  s->all_addresses = 0;
   for (Py_ssize_t i = 0; i < self->num_args; ++i) {
     const int fits = self->kinds[i] == 't'   ? add_tensor(self, args[i], (int)i, s)
                      : self->kinds[i] == 'f' ? add_float(args[i], (int)i, s)
                                              : add_key(args[i], s);
     if (!fits) return 0;
   }
-  s->words[s->count++] = s->all_addresses & 15;
   return !follows_grad(self, args);
 }
 

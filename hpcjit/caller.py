@@ -44,7 +44,6 @@ class PythonCaller:
 
     def _signature(self, args: tuple[Any, ...]) -> Hashable | None:
         key: list[Any] = []
-        addresses = 0
         grad = torch.is_grad_enabled()
         for kind, value in zip(self.kinds, args, strict=True):
             if kind != "t" or value is None:
@@ -52,9 +51,8 @@ class PythonCaller:
             elif type(value) not in PLAIN_TENSORS or (grad and value.requires_grad):
                 return None
             else:
-                addresses |= value.data_ptr()
-                key += (value.shape, value.stride(), value.dtype, value.device)
-        return (*key, addresses & 15)
+                key += (value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15)
+        return tuple(key)
 
 
 def make(kinds: str, miss: Miss) -> Any:

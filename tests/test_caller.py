@@ -311,3 +311,12 @@ class TestFast:
         monkeypatch.setitem(op._decisions, -1, op.forward_native)
         op.fast(*arguments(mode=77))
         assert (len(stub.calls), len(native)) == (3, 1)
+
+
+def test_each_tensor_has_an_alignment_of_its_own(toy) -> None:
+    """A plan for a misaligned `x` must not serve a call whose `out` is misaligned in its place."""
+    op, _ = toy
+    moved = torch.randn(34)[2:].view(4, 8)
+    op.forward_jit(*arguments(moved))
+    op.forward_jit(*arguments(out=moved))
+    assert op.planned == 2
