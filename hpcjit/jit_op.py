@@ -96,7 +96,13 @@ class JitOp(BaseFusedOp):
         self.reference(*args)
 
     def forward_jit(self, *args: Any) -> None:
-        # The first call puts the caller itself in this method's place, so that later ones reach it directly.
+        # The first call puts the caller itself in this method's place, so that later ones reach it directly. The kernel
+        # comes before the caller: where both have to be compiled, the binder is compiled beside the kernel.
+        if args and all(type(value) in caller.PLAIN_TENSORS for value in args if isinstance(value, torch.Tensor)):
+            self.check(*args)
+            plan = self.plan(*args)
+            if isinstance(plan, Plan):
+                build.load(plan.template, plan.config, device=args[0].get_device())
         kinds = "".join({"tensor": "t", "float": "f"}.get(kind, "k") for kind in self.kinds)
         self._caller = caller.make(kinds, self._miss)
         self.forward_jit = self._caller  # type: ignore[method-assign]

@@ -50,19 +50,28 @@ def streams(num_bytes: int) -> bool:
     return num_bytes >= 4 << 20
 
 
-def row_shape(num_vecs: int, num_rows: int, *, max_vecs: int = 8) -> RowShape:
-    """The split for rows of `num_vecs` vectors.
+def row_shape(num_vecs: int, num_rows: int, *, large: bool = False, max_vecs: int = 8, light: bool = False) -> RowShape:
+    """The split for rows of `num_vecs` vectors; `light` kernels hold little more than the row itself.
 
-    Short rows get one warp each, four to a block. Longer ones a block with four vectors per thread: measured on an H200, the
-    loads in flight at full occupancy then suffice and blocks are small enough to keep memory busy while others reduce. A few
-    long rows get as many threads as fit, since one row's latency is all there is.
+    Short rows get one warp each, four to a block. Longer ones a block with two or four vectors per thread: measured on an
+    H200, the loads in flight at full occupancy then suffice and blocks are small enough to keep memory busy while others
+    reduce. A few long rows get as many threads as fit, since one row's latency is all there is.
     """
     if num_vecs <= 128:
         vecs = -(-num_vecs // 32)
         return RowShape(128, 32, vecs, vecs * 32 == num_vecs)
     if num_vecs > 1024 * max_vecs:
         return RowShape(1024, 1024, 0, False)
-    few_long = num_vecs >= 1536 and 8 < num_rows <= 264
-    vecs = max(2 if few_long else 4, -(-num_vecs // 1024))
+    few_long = num_vecs >= 1536 and not large and num_rows > 8
+    vecs = max(2 if few_long or (light and num_vecs <= 512) else 4, -(-num_vecs // 1024))
     threads = -(-num_vecs // (vecs * 32)) * 32
     return RowShape(threads, threads, vecs, threads * vecs == num_vecs)
+
+
+def full_occupancy(shape: RowShape) -> int:
+    """Resident blocks per SM that a kernel of at most 32 registers reaches (2048 threads)."""
+    return max(1, 2048 // shape.threads)
+
+
+# Config.trigger: where a kernel lets its dependents launch (include/hpcjit/ptx/pdl.cuh).
+AT_START, AFTER_LOADS, AT_END = 0, 1, 2

@@ -12,8 +12,10 @@
 // repeat bit for bit and do not depend on other rows. Shared memory: one float per warp for each of at most
 // three reductions, each written and read once.
 //
-// kPrefetch (few rows): the row's lines are pulled into L2 while the predecessor still runs. That reads
-// nothing, so a line that the predecessor writes later is read correctly after pdl::wait().
+// kLateWeight loads the weights after the reduction: registers for more resident blocks, where those matter
+// more than the latency of a load that hits L1. kPrefetch (few rows): the row's lines are pulled into L2
+// while the predecessor still runs. That reads nothing, so a line that the predecessor writes later is read
+// correctly after pdl::wait().
 #pragma once
 #include "hpcjit/launch.cuh"
 #include "hpcjit/math/reduce.cuh"
@@ -101,7 +103,8 @@ struct RowBase {
   }
 };
 
-// A row held in registers. `each(f)` calls f(i, s) for the vectors of this thread.
+// A row held in registers: as it came (and converted again in every pass), or, when a residual was added, as
+// the fp32 sum. `each(f)` calls f(i, s) for the vectors of this thread.
 template <class Config>
 struct ResidentRow : RowBase<Config> {
   using Base = RowBase<Config>;
@@ -110,10 +113,12 @@ struct ResidentRow : RowBase<Config> {
   static constexpr int kVec = Config::kVec;
   static constexpr int kVecs = Config::kVecsPerThread;
   static constexpr bool kReread = false;
+  static constexpr bool kPacked = !Config::kHasResidual && sizeof(input_t) * kVec % 4 == 0;
 
-  Vec<input_t, kVec> raw[kVecs], raw_residual[Config::kHasResidual ? kVecs : 1];
-  Vec<weight_t, kVec> raw_weight[kVecs], raw_bias[Config::kHasBias ? kVecs : 1];
-  float sums[kVecs][kVec];
+  Vec<input_t, kVec> raw[kVecs];
+  Vec<weight_t, kVec> raw_weight[Config::kLateWeight ? 1 : kVecs],
+      raw_bias[Config::kHasBias && !Config::kLateWeight ? kVecs : 1];
+  float sums[kPacked ? 1 : kVecs][kVec];
 
   __device__ ResidentRow(const NormParams& p, int64_t row, int lane) : Base(p, row, lane) {}
 
@@ -125,36 +130,60 @@ struct ResidentRow : RowBase<Config> {
   }
 
   __device__ void load() {
+    Vec<input_t, kVec> residual[Config::kHasResidual ? kVecs : 1];
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
       if (!inside(i)) continue;
       raw[i].template load<Base::kIn>(this->input + this->offset(i));
       if constexpr (Config::kHasResidual)
-        raw_residual[i].template load<Base::kIn>(this->residual + this->offset(i));
+        residual[i].template load<Base::kIn>(this->residual + this->offset(i));
     }
+    if constexpr (!Config::kLateWeight) {
 #pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-      if (!inside(i)) continue;
-      raw_weight[i].load(this->weight + this->offset(i));
-      if constexpr (Config::kHasBias) raw_bias[i].load(this->bias + this->offset(i));
+      for (int i = 0; i < kVecs; ++i) {
+        if (!inside(i)) continue;
+        raw_weight[i].load(this->weight + this->offset(i));
+        if constexpr (Config::kHasBias) raw_bias[i].load(this->bias + this->offset(i));
+      }
     }
+    if constexpr (!kPacked) {
 #pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-      if (!inside(i)) continue;
-      Base::add(raw[i], raw_residual[Config::kHasResidual ? i : 0], sums[i]);
-      if constexpr (Config::kHasResidual) this->store_residual(i, sums[i]);
+      for (int i = 0; i < kVecs; ++i) {
+        if (!inside(i)) continue;
+        Base::add(raw[i], residual[Config::kHasResidual ? i : 0], sums[i]);
+        if constexpr (Config::kHasResidual) this->store_residual(i, sums[i]);
+      }
     }
   }
 
   template <class F>
   __device__ void each(F f) {
 #pragma unroll
-    for (int i = 0; i < kVecs; ++i)
-      if (inside(i)) f(i, sums[i]);
+    for (int i = 0; i < kVecs; ++i) {
+      if (!inside(i)) continue;
+      if constexpr (kPacked) {
+        float s[kVec];
+        raw[i].forget();
+        raw[i].to(s);
+        f(i, s);
+      } else {
+        f(i, sums[i]);
+      }
+    }
   }
 
-  __device__ const Vec<weight_t, kVec>& weight_at(int i) const { return raw_weight[i]; }
-  __device__ const Vec<weight_t, kVec>& bias_at(int i) const { return raw_bias[i]; }
+  __device__ Vec<weight_t, kVec> weight_at(int i) const {
+    if constexpr (!Config::kLateWeight) return raw_weight[i];
+    Vec<weight_t, kVec> w;
+    w.load(this->weight + this->offset(i));
+    return w;
+  }
+  __device__ Vec<weight_t, kVec> bias_at(int i) const {
+    if constexpr (!Config::kLateWeight) return raw_bias[i];
+    Vec<weight_t, kVec> w;
+    w.load(this->bias + this->offset(i));
+    return w;
+  }
 };
 
 // A row of any size, read again in every pass.
@@ -261,20 +290,23 @@ __device__ __forceinline__ void normalise(Row& row, const NormParams& p, int64_t
 }
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads) norm_kernel(const __grid_constant__ NormParams p) {
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+    norm_kernel(const __grid_constant__ NormParams p) {
   using Row = std::conditional_t<(Config::kVecsPerThread > 0), ResidentRow<Config>, StreamedRow<Config>>;
   constexpr int kRows = Config::kThreads / Config::kRowThreads;
   static_assert(kRows == 1 || Config::kRowThreads == 32, "several rows per block: one warp each");
   __shared__ float scratch[3 * (Config::kRowThreads / 32)];
 
-  pdl::trigger();
+  pdl::trigger_at<Config::kTrigger, pdl::kAtStart>();
   const int64_t index = int64_t(blockIdx.x) * kRows + threadIdx.x / Config::kRowThreads;
   if (index >= p.num_tokens) return;
   Row row(p, index, threadIdx.x % Config::kRowThreads);
   if constexpr (Config::kPrefetch) row.prefetch();
   pdl::wait();
   row.load();
+  pdl::trigger_at<Config::kTrigger, pdl::kAfterLoads>();
   normalise<Config>(row, p, index, scratch);
+  pdl::trigger_at<Config::kTrigger, pdl::kAtEnd>();
 }
 
 template <class Config>

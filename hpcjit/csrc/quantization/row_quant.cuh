@@ -84,7 +84,7 @@ __device__ __forceinline__ float row_scale(float largest, float* scratch) {
 }
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads)
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     row_quant_kernel(const __grid_constant__ RowQuantParams p) {
   using Row = QuantRow<Config>;
   constexpr int kRows = Config::kThreads / Config::kRowThreads;
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(Config::kThreads)
   static_assert(kRows == 1 || Config::kRowThreads == 32, "several rows per block: one warp each");
   __shared__ float scratch[Config::kRowThreads / 32];
 
-  pdl::trigger();
+  pdl::trigger_at<Config::kTrigger, pdl::kAtStart>();
   const int64_t index = int64_t(blockIdx.x) * kRows + threadIdx.x / Config::kRowThreads;
   const int lane = threadIdx.x % Config::kRowThreads;
   const int num_vecs = int(p.hidden_size / kVec);
@@ -105,7 +105,8 @@ __global__ void __launch_bounds__(Config::kThreads)
   if constexpr (Config::kVecsPerThread > 0) {
     constexpr int kVecs = Config::kVecsPerThread;
     typename Row::Raw raw[kVecs];
-    float y[kVecs][kVec];
+    constexpr bool kPacked = Row::kKind == Activation::kNone && sizeof(typename Row::input_t) * kVec % 4 == 0;
+    float y[kPacked ? 1 : kVecs][kVec];
     auto inside = [&](int i) { return Config::kExact || lane + i * Config::kRowThreads < num_vecs; };
 #pragma unroll
     for (int i = 0; i < kVecs; ++i)
@@ -114,14 +115,20 @@ __global__ void __launch_bounds__(Config::kThreads)
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
       if (!inside(i)) continue;
-      Row::compute(raw[i], y[i]);
-      largest = Row::largest(y[i], largest);
+      Row::compute(raw[i], y[kPacked ? 0 : i]);
+      largest = Row::largest(y[kPacked ? 0 : i], largest);
     }
     scale = row_scale<Config>(largest, scratch);
     const float inverse_scale = 1.f / scale;
 #pragma unroll
     for (int i = 0; i < kVecs; ++i)
-      if (inside(i)) row.store(i, y[i], inverse_scale);
+      if (inside(i)) {
+        if constexpr (kPacked) {
+          raw[i].value.forget();
+          Row::compute(raw[i], y[0]);
+        }
+        row.store(i, y[kPacked ? 0 : i], inverse_scale);
+      }
   } else {
     float largest = 0.f, y[kVec];
     for (int i = 0; lane + i * Config::kRowThreads < num_vecs; ++i) {
@@ -136,6 +143,7 @@ __global__ void __launch_bounds__(Config::kThreads)
     }
   }
   if (lane == 0) p.scale[index] = scale;
+  pdl::trigger_at<Config::kTrigger, pdl::kAtEnd>();
 }
 
 template <class Config>

@@ -9,7 +9,7 @@ import torch
 from hpcjit import checks
 from hpcjit.build import Config, Template
 from hpcjit.jit_op import NOTHING, Plan
-from hpcjit.ops._rows import TYPE_NAMES, row_shape, streams, vector_width
+from hpcjit.ops._rows import AFTER_LOADS, AT_START, TYPE_NAMES, full_occupancy, row_shape, streams, vector_width
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -32,6 +32,9 @@ class NormConfig(Config):
     stream_in: bool = False
     stream_out: bool = False
     prefetch: bool = False
+    late_weight: bool = False
+    min_blocks: int = 1
+    trigger: int = 0
     pdl: bool = True
 
 
@@ -66,7 +69,8 @@ def norm_plan(
     output_name: str,
     residual: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    **options: bool | int,
+    quant: int = 0,
+    **options: bool,
 ) -> Plan | str:
     """The plan of one normalisation; `options` are fields of `NormConfig`."""
     if input.numel() == 0:
@@ -78,8 +82,12 @@ def norm_plan(
     placed = [(input, input_stride), (weight, 0), (output, output_stride)]
     placed += [(tensor, stride) for tensor, stride in ((residual, residual_stride), (bias, 0)) if tensor is not None]
     vec = vector_width(hidden_size, input.element_size(), placed)
-    shape = row_shape(hidden_size // vec, num_tokens, max_vecs=8 if input.element_size() == 2 and vec > 1 else 4)
     large = streams(input.numel() * input.element_size())
+    many_registers = residual is not None or input.element_size() > 2
+    shape = row_shape(
+        hidden_size // vec, num_tokens, large=large, max_vecs=4 if many_registers else 8, light=not many_registers
+    )
+    late_weight = large and (many_registers or bias is not None or shape.threads >= 512)
     config = NormConfig(
         input_t=TYPE_NAMES[input.dtype],
         weight_t=TYPE_NAMES[weight.dtype],
@@ -94,7 +102,11 @@ def norm_plan(
         stream_in=large,
         stream_out=large,
         prefetch=not large,
-        **options,  # type: ignore[arg-type]
+        late_weight=late_weight,
+        min_blocks=full_occupancy(shape) if late_weight and not many_registers and bias is None and not quant else 1,
+        trigger=AFTER_LOADS if large else AT_START,
+        quant=quant,
+        **options,
     )
     return Plan(
         NORM,
@@ -103,7 +115,7 @@ def norm_plan(
             "residual": "residual" if residual is not None else 0,
             "bias": "bias" if bias is not None else 0,
             "output": output_name,
-            "scale": "scale" if config.quant else 0,
+            "scale": "scale" if quant else 0,
             "num_tokens": num_tokens,
             "hidden_size": hidden_size,
             "input_stride": input_stride,

@@ -13,7 +13,7 @@ import torch
 from hpcjit import checks
 from hpcjit.build import Config, Template
 from hpcjit.jit_op import NOTHING, Plan
-from hpcjit.ops._rows import TYPE_NAMES, row_shape, streams, vector_width
+from hpcjit.ops._rows import AT_END, AT_START, TYPE_NAMES, full_occupancy, row_shape, streams, vector_width
 from hpcjit.ops._tensors import FLOATS, distinct
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
@@ -32,6 +32,8 @@ class RowQuantConfig(Config):
     exact: bool = True
     activation: int = 0
     stream_out: bool = False
+    min_blocks: int = 1
+    trigger: int = 0
     pdl: bool = True
 
 
@@ -131,7 +133,9 @@ def row_quant_plan(op: str, input: torch.Tensor, out: torch.Tensor, *, activatio
         return NOTHING
     extent = _extent(op, input, out)
     vec = _vector_width(input, out, extent)
-    shape = row_shape(extent["hidden_size"] // vec, extent["num_tokens"], max_vecs=4)
+    large = streams(out.numel())
+    light = activation == 0 and input.element_size() == 2 and vec > 1
+    shape = row_shape(extent["hidden_size"] // vec, extent["num_tokens"], large=large, max_vecs=4, light=light)
     config = RowQuantConfig(
         TYPE_NAMES[input.dtype],
         threads=shape.threads,
@@ -140,7 +144,9 @@ def row_quant_plan(op: str, input: torch.Tensor, out: torch.Tensor, *, activatio
         vecs_per_thread=shape.vecs_per_thread,
         exact=shape.exact,
         activation=activation,
-        stream_out=streams(out.numel()),
+        stream_out=large,
+        min_blocks=full_occupancy(shape) if large and light else 1,
+        trigger=AT_END if large else AT_START,
     )
     return Plan(ROW_QUANT, config, {"output": "out", **extent})
 
@@ -183,10 +189,10 @@ def tensor_quant_plan(
     if out.numel() == 0 and not dynamic:
         return NOTHING
     extent = _extent(op, input, out)
+    flat = not activation and input.is_contiguous() and out.is_contiguous()
+    if flat:  # one long row, whatever the number of columns
+        extent = {"num_tokens": 1} | dict.fromkeys(("hidden_size", "input_stride", "output_stride"), out.numel())
     vec = _vector_width(input, out, extent)
-    flat = not activation and all(
-        extent["num_tokens"] <= 1 or extent[name] == extent["hidden_size"] for name in ("input_stride", "output_stride")
-    )
     vecs = out.numel() // vec
     config = TensorQuantConfig(
         TYPE_NAMES[input.dtype],

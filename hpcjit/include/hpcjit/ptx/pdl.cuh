@@ -18,4 +18,12 @@ __device__ __forceinline__ void trigger() {
 #endif
 }
 
+// Where a kernel triggers (Config::kTrigger): a point calls trigger_at<the chosen one, itself>().
+constexpr int kAtStart = 0, kAfterLoads = 1, kAtEnd = 2;
+
+template <int kChosen, int kHere>
+__device__ __forceinline__ void trigger_at() {
+  if constexpr (kChosen == kHere) trigger();
+}
+
 }  // namespace hpcjit::pdl

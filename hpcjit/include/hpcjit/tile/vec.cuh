@@ -65,6 +65,15 @@ struct alignas(sizeof(T) * kN > 16 ? 16 : sizeof(T) * kN) Vec {
     }
   }
 
+  // Makes the compiler convert again at the next use instead of keeping fp32 copies of everything in
+  // registers.
+  __device__ __forceinline__ void forget() {
+    static_assert(kBytes % 4 == 0, "whole registers");
+    uint32_t* w = reinterpret_cast<uint32_t*>(this);
+#pragma unroll
+    for (int i = 0; i < kBytes / 4; ++i) asm volatile("" : "+r"(w[i]));
+  }
+
   __device__ __forceinline__ void to(float (&x)[kN]) const {
 #pragma unroll
     for (int i = 0; i < kN; ++i) x[i] = to_float(data[i]);
