@@ -161,6 +161,8 @@ def silu_and_mul(input: torch.Tensor, *, out: torch.Tensor | None = None, backen
         out = _half(silu_and_mul_op, input)
     if torch.compiler.is_compiling():
         torch.ops.hpcjit.activation_silu_and_mul(input, out)
+    elif backend is None:
+        silu_and_mul_op.fast(input, out)
     else:
         silu_and_mul_op(input, out, backend=backend)
     return out
@@ -175,6 +177,8 @@ def gelu_and_mul(input: torch.Tensor, *, out: torch.Tensor | None = None, backen
         out = _half(gelu_and_mul_op, input)
     if torch.compiler.is_compiling():
         torch.ops.hpcjit.activation_gelu_and_mul(input, out)
+    elif backend is None:
+        gelu_and_mul_op.fast(input, out)
     else:
         gelu_and_mul_op(input, out, backend=backend)
     return out
@@ -191,6 +195,8 @@ def gelu_tanh_and_mul(
         out = _half(gelu_tanh_and_mul_op, input)
     if torch.compiler.is_compiling():
         torch.ops.hpcjit.activation_gelu_tanh_and_mul(input, out)
+    elif backend is None:
+        gelu_tanh_and_mul_op.fast(input, out)
     else:
         gelu_tanh_and_mul_op(input, out, backend=backend)
     return out

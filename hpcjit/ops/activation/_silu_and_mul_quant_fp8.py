@@ -135,6 +135,8 @@ def silu_and_mul_quant_fp8(
     args = (input, dynamic, group_size or 0, scale_ue8m0, out, scale)
     if torch.compiler.is_compiling():
         torch.ops.hpcjit.activation_silu_and_mul_quant_fp8(*args)
+    elif backend is None:
+        silu_and_mul_quant_fp8_op.fast(*args)
     else:
         silu_and_mul_quant_fp8_op(*args, backend=backend)
     return out, scale

@@ -273,6 +273,8 @@ def reshape_and_cache(
     args = (key, value, key_cache, value_cache, slot_mapping, k_tensor, v_tensor, k_factor, v_factor, layout)
     if torch.compiler.is_compiling():
         torch.ops.hpcjit.kvcache_reshape_and_cache(*args)
+    elif backend is None:
+        reshape_and_cache_op.fast(*args)
     else:
         reshape_and_cache_op(*args, backend=backend)
 

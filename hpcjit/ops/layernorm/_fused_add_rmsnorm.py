@@ -83,6 +83,8 @@ def fused_add_rmsnorm(
     """
     if torch.compiler.is_compiling():
         torch.ops.hpcjit.layernorm_fused_add_rmsnorm(input, residual, weight, eps)
+    elif backend is None:
+        fused_add_rmsnorm_op.fast(input, residual, weight, eps)
     else:
         fused_add_rmsnorm_op(input, residual, weight, eps, backend=backend)
 
@@ -98,5 +100,7 @@ def gemma_fused_add_rmsnorm(
     """`fused_add_rmsnorm` with `1 + weight` (formed in float32) in place of `weight`, as in the Gemma models."""
     if torch.compiler.is_compiling():
         torch.ops.hpcjit.layernorm_gemma_fused_add_rmsnorm(input, residual, weight, eps)
+    elif backend is None:
+        gemma_fused_add_rmsnorm_op.fast(input, residual, weight, eps)
     else:
         gemma_fused_add_rmsnorm_op(input, residual, weight, eps, backend=backend)

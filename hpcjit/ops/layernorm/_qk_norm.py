@@ -150,5 +150,7 @@ def qk_norm(
     """
     if torch.compiler.is_compiling():
         torch.ops.hpcjit.layernorm_qk_norm(q, k, q_weight, k_weight, eps)
+    elif backend is None:
+        qk_norm_op.fast(q, k, q_weight, k_weight, eps)
     else:
         qk_norm_op(q, k, q_weight, k_weight, eps, backend=backend)

@@ -82,6 +82,8 @@ def rmsnorm(
         out = torch.empty_like(input)
     if torch.compiler.is_compiling():
         torch.ops.hpcjit.layernorm_rmsnorm(input, weight, eps, out)
+    elif backend is None:
+        rmsnorm_op.fast(input, weight, eps, out)
     else:
         rmsnorm_op(input, weight, eps, out, backend=backend)
     return out
@@ -103,6 +105,8 @@ def gemma_rmsnorm(
         out = torch.empty_like(input)
     if torch.compiler.is_compiling():
         torch.ops.hpcjit.layernorm_gemma_rmsnorm(input, weight, eps, out)
+    elif backend is None:
+        gemma_rmsnorm_op.fast(input, weight, eps, out)
     else:
         gemma_rmsnorm_op(input, weight, eps, out, backend=backend)
     return out

@@ -120,6 +120,8 @@ def rmsnorm_quant_fp8(
         scale = torch.empty((*input.shape[:-1], 1), dtype=torch.float32, device=input.device)
     if torch.compiler.is_compiling():
         torch.ops.hpcjit.layernorm_rmsnorm_quant_fp8(input, residual, weight, eps, dynamic, out, scale)
+    elif backend is None:
+        rmsnorm_quant_fp8_op.fast(input, residual, weight, eps, dynamic, out, scale)
     else:
         rmsnorm_quant_fp8_op(input, residual, weight, eps, dynamic, out, scale, backend=backend)
     return out, scale

@@ -50,6 +50,8 @@ TOPK_SOFTMAX = Template(
     ),
 )
 
+_ONE_WAVE = 4096  # tokens that an H200 holds with 32 blocks on each of its 132 SMs
+
 
 class TopkSoftmaxOp(JitOp):
     op = "moe.topk_softmax"
@@ -103,7 +105,12 @@ class TopkSoftmaxOp(JitOp):
         while vec > share:
             vec //= 2
         config = TopkSoftmaxConfig(
-            TYPE_NAMES[logits.dtype], per_lane=-(-share // vec) * vec, vec=vec, has_bias=bias is not None
+            TYPE_NAMES[logits.dtype],
+            # One warp a block while all tokens run at once: a block then ends with its token.
+            threads=32 if num_tokens <= _ONE_WAVE else 128,
+            per_lane=-(-share // vec) * vec,
+            vec=vec,
+            has_bias=bias is not None,
         )
         return Plan(
             TOPK_SOFTMAX,
@@ -220,6 +227,8 @@ def topk_softmax(
     args = (logits, top_k, renormalize, softcap, bias, weights, ids)
     if torch.compiler.is_compiling():
         torch.ops.hpcjit.moe_topk_softmax(*args)
+    elif backend is None:
+        topk_softmax_op.fast(*args)
     else:
         topk_softmax_op(*args, backend=backend)
     return weights, ids

@@ -84,6 +84,8 @@ def per_tensor_quant_fp8(
         scale = torch.empty(1, dtype=torch.float32, device=input.device) if out_scale is None else out_scale
     if torch.compiler.is_compiling():
         torch.ops.hpcjit.quantization_per_tensor_quant_fp8(input, dynamic, out, scale)
+    elif backend is None:
+        per_tensor_quant_fp8_op.fast(input, dynamic, out, scale)
     else:
         per_tensor_quant_fp8_op(input, dynamic, out, scale, backend=backend)
     return out, scale

@@ -99,6 +99,8 @@ def per_token_group_quant_fp8(
         out_scale = empty_group_scale(out, group_size, column_major_scales)
     if torch.compiler.is_compiling():
         torch.ops.hpcjit.quantization_per_token_group_quant_fp8(input, group_size, scale_ue8m0, out, out_scale)
+    elif backend is None:
+        per_token_group_quant_fp8_op.fast(input, group_size, scale_ue8m0, out, out_scale)
     else:
         per_token_group_quant_fp8_op(input, group_size, scale_ue8m0, out, out_scale, backend=backend)
     return out, out_scale

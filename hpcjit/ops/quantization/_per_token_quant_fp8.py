@@ -73,6 +73,8 @@ def per_token_quant_fp8(
         out_scale = torch.empty((*input.shape[:-1], 1), dtype=torch.float32, device=input.device)
     if torch.compiler.is_compiling():
         torch.ops.hpcjit.quantization_per_token_quant_fp8(input, out, out_scale)
+    elif backend is None:
+        per_token_quant_fp8_op.fast(input, out, out_scale)
     else:
         per_token_quant_fp8_op(input, out, out_scale, backend=backend)
     return out, out_scale
