@@ -79,7 +79,7 @@ def _device(name: str) -> torch.device:
             "--list shows the rows"
         )
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device if device.index is not None else torch.cuda.current_device())
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
