@@ -39,7 +39,7 @@ class Model:
     top_k: int | None
     dtype: torch.dtype
     activation: str
-    gemma: bool
+    norm: str  # "rmsnorm", "gemma_rmsnorm" or "layernorm"
     fp8: bool
 
 
@@ -103,6 +103,9 @@ USAGES: dict[str, Usage] = {
     "layernorm.gemma_rmsnorm": _norm("gemma_rmsnorm"),
     "layernorm.fused_add_rmsnorm": _add_norm("fused_add_rmsnorm"),
     "layernorm.gemma_fused_add_rmsnorm": _add_norm("gemma_fused_add_rmsnorm"),
+    "layernorm.layernorm": Usage(
+        ("hidden_size",), lambda m, n: ops.layernorm.layernorm(m.rows(n), m.weight(n), m.weight(n))
+    ),
     "layernorm.rmsnorm_quant_fp8": Usage(
         ("hidden_size",), lambda m, n: ops.layernorm.rmsnorm_quant_fp8(m.rows(n), m.weight(n)), fp8=True
     ),
@@ -204,7 +207,7 @@ class _Fields:
             top_k=self._top_k(experts),
             dtype=self._dtype(),
             activation=self._activation(),
-            gemma="gemma" in str(self._values.get("model_type", "")).lower(),
+            norm=self._norm(),
             fp8=isinstance(quantised, dict) and "fp8" in json.dumps(quantised).lower(),
         )
 
@@ -252,6 +255,11 @@ class _Fields:
             raise FormatError(f"{where} must be the name of a dtype, got {name!r}")
         return dtype_of(where, name.removeprefix("torch."))
 
+    def _norm(self) -> str:
+        if "rms_norm_eps" not in self._values and {"layer_norm_eps", "layer_norm_epsilon"} & set(self._values):
+            return "layernorm"
+        return "gemma_rmsnorm" if "gemma" in str(self._values.get("model_type", "")).lower() else "rmsnorm"
+
     def _activation(self) -> str:
         name = self._values.get("hidden_act") or self._values.get("hidden_activation") or "silu"
         if name not in _ACTIVATIONS:
@@ -283,8 +291,8 @@ def _uses(model: Model, op: str, usage: Usage) -> bool:
         return False
     if group == "activation":
         return name.removesuffix("_quant_fp8") == model.activation
-    if name.removeprefix("gemma_") in ("rmsnorm", "fused_add_rmsnorm"):
-        return name.startswith("gemma_") == model.gemma
+    if usage.sizes == ("hidden_size",) and group == "layernorm":
+        return name.replace("fused_add_", "").removesuffix("_quant_fp8") == model.norm
     return True
 
 

@@ -1,0 +1,204 @@
+"""Adapters of other packages: what they are called with, and that nothing of them is imported before."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+
+import pytest
+import torch
+
+from hpcjit import numerics
+from hpcjit.cases import cases_of
+from hpcjit.errors import ArgumentError
+from hpcjit.fused_op import BaseFusedOp
+from hpcjit.ops import _peers
+from hpcjit.registry import all_specs
+from hpcjit.replay import operator
+from hpcjit.spec import KernelBackend
+
+PEERS = (KernelBackend.FLASHINFER, KernelBackend.AOT)
+DECLARED = [(spec.op, spec.backend) for spec in all_specs() if spec.backend in PEERS]
+
+
+@pytest.mark.parametrize(("op", "backend"), DECLARED)
+class TestEveryAdapter:
+    def test_is_implemented(self, op: str, backend: KernelBackend):
+        assert getattr(type(operator(op)), backend.method) is not getattr(BaseFusedOp, backend.method)
+
+    def test_is_unusable_without_its_package(self, op: str, backend: KernelBackend, monkeypatch):
+        monkeypatch.setitem(sys.modules, "flashinfer", None)
+        monkeypatch.setitem(sys.modules, "sglang", None)
+        (spec,) = [spec for spec in all_specs() if (spec.op, spec.backend) == (op, backend)]
+        from hpcjit.spec import DeviceType, PlatformInfo
+
+        reason = spec.why_not(PlatformInfo(DeviceType.CUDA, 9, 0))
+        assert "which is not installed" in reason
+
+    def test_checks_its_arguments_first(self, op: str, backend: KernelBackend, monkeypatch):
+        monkeypatch.setattr(_peers, "flashinfer", lambda *names: pytest.fail("called"))
+        monkeypatch.setattr(_peers, "sglang", lambda *names: pytest.fail("called"))
+        args = [value.to(torch.int8) if isinstance(value, torch.Tensor) else value for value in demo_args(op)]
+        with pytest.raises(ArgumentError):
+            getattr(operator(op), backend.method)(*args)
+
+
+def demo_args(op: str):
+    return cases_of(op, "demo")[0].args("cpu")
+
+
+# Stand-ins that compute with torch what the peer's function is documented to compute, from the peer's own argument order.
+
+
+def rmsnorm(input, weight, eps, out):
+    x = input.float()
+    out.copy_(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float())
+
+
+def fused_add_rmsnorm(input, residual, weight, eps):
+    x = input.float() + residual.float()
+    residual.copy_(x)
+    rmsnorm(x, weight, eps, input)
+
+
+def per_token_quant(input, output_q, output_s):
+    output_s.copy_(input.float().abs().amax(-1, keepdim=True) / 448)
+    output_q.copy_((input.float() / output_s).to(torch.float8_e4m3fn))
+
+
+def per_tensor_quant(input, output_q, output_s, is_static):
+    if not is_static:
+        output_s.copy_(torch.maximum(output_s, input.float().abs().max() / 448))
+    output_q.copy_((input.float() / output_s).to(torch.float8_e4m3fn))
+
+
+def group_quant(input, output_q, output_s, group_size):
+    groups = input.float().unflatten(-1, (-1, group_size))
+    output_s.copy_(groups.abs().amax(-1) / 448)
+    output_q.copy_((groups / output_s.unsqueeze(-1)).flatten(-2).to(torch.float8_e4m3fn))
+
+
+def topk_softmax(topk_weights, topk_ids, gating_output, renormalize, moe_softcapping, correction_bias):
+    weights, ids = gating_output.float().softmax(-1).topk(topk_ids.shape[-1])
+    topk_weights.copy_(weights / weights.sum(-1, keepdim=True) if renormalize else weights)
+    topk_ids.copy_(ids)
+
+
+def qknorm(q, k, q_weight, k_weight, eps):
+    rmsnorm(q, q_weight, eps, q)
+    rmsnorm(k, k_weight, eps, k)
+
+
+def gated(function):
+    def call(input, out):
+        x, up = input.float().chunk(2, -1)
+        out.copy_(function(x) * up)
+
+    return call
+
+
+GATED = {
+    "silu_and_mul": gated(torch.nn.functional.silu),
+    "gelu_and_mul": gated(torch.nn.functional.gelu),
+    "gelu_tanh_and_mul": gated(lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
+}
+FLASHINFER = {
+    "norm": {
+        "rmsnorm": rmsnorm,
+        "fused_add_rmsnorm": fused_add_rmsnorm,
+        "gemma_rmsnorm": lambda x, w, eps, out: rmsnorm(x, w.float() + 1, eps, out),
+        "gemma_fused_add_rmsnorm": lambda x, r, w, eps: fused_add_rmsnorm(x, r, w.float() + 1, eps),
+    },
+    "activation": GATED,
+}
+SGLANG = {
+    "layernorm.norm": {
+        "rmsnorm": lambda x, w, out, eps: rmsnorm(x, w, eps, out),
+        "fused_add_rmsnorm": fused_add_rmsnorm,
+        "fused_inplace_qknorm": qknorm,
+    },
+    "activation.activation": GATED,
+    "quantization.per_token_quant_fp8": {"per_token_quant_fp8": per_token_quant},
+    "quantization.per_tensor_quant_fp8": {"per_tensor_quant_fp8": per_tensor_quant},
+    "quantization.per_token_group_quant": {"per_token_group_quant": group_quant},
+    "moe.moe_topk_softmax": {"topk_softmax": topk_softmax},
+}
+COMPARED = [(op, backend) for op, backend in DECLARED if op != "layernorm.layernorm"]
+
+
+@pytest.mark.parametrize(("op", "backend"), COMPARED)
+def test_arguments_reach_the_peer_in_its_order(op: str, backend: KernelBackend, monkeypatch):
+    monkeypatch.setattr(_peers, "flashinfer", lambda module, name: FLASHINFER[module][name])
+    monkeypatch.setattr(_peers, "sglang", lambda module, name: SGLANG[module][name])
+    found = numerics.check(operator(op), demo_args(op), getattr(operator(op), backend.method))
+    assert all(deviation.ok for deviation in found), [str(deviation) for deviation in found]
+
+
+class TestLayernormOfFlashInfer:
+    def args(self, dtype: torch.dtype = torch.bfloat16, weights: torch.dtype = torch.float32):
+        x = torch.randn(4, 64, dtype=dtype)
+        return x, torch.randn(64, dtype=weights), torch.randn(64, dtype=weights), 1e-5, torch.empty_like(x)
+
+    def test_writes_into_out(self, monkeypatch):
+        def kernel(out, input, gamma, beta, eps):
+            out.copy_(torch.nn.functional.layer_norm(input.float(), input.shape[-1:], gamma, beta, eps))
+
+        module = types.SimpleNamespace(layernorm=kernel)
+        monkeypatch.setattr(_peers, "flashinfer", lambda *names: lambda: module)
+        op = operator("layernorm.layernorm")
+        assert all(d.ok for d in numerics.check(op, self.args(), op.forward_flashinfer))
+
+    def test_refuses_what_the_kernel_cannot_take(self):
+        with pytest.raises(ArgumentError, match="float32"):
+            operator("layernorm.layernorm").forward_flashinfer(*self.args(weights=torch.bfloat16))
+
+
+class TestLightSglang:
+    """A package that looks like SGLang: importing it as a whole fails, its kernels alone do not."""
+
+    @pytest.fixture(autouse=True)
+    def package(self, tmp_path, monkeypatch):
+        root = tmp_path / "sglang"
+        for folder in ("kernels/ops/moe", "kernels/jit", "srt/utils"):
+            (root / folder).mkdir(parents=True)
+        for init in ("", "kernels", "kernels/ops", "kernels/ops/moe", "srt", "srt/utils"):
+            (root / init / "__init__.py").write_text("raise RuntimeError('the whole server')\n")
+        (root / "kernels" / "jit" / "__init__.py").write_text("")
+        (root / "kernels" / "ops" / "moe" / "thing.py").write_text(
+            "from sglang.srt.utils.custom_op import register_custom_op\n"
+            "from sglang.srt.utils.common import is_cuda, get_cuda_version\n"
+            "from sglang.srt.environ import envs\n"
+            "import sglang.kernels.jit\n"
+            "@register_custom_op(op_name='x', mutates_args=['y'])\n"
+            "def first(y): return y\n"
+            "@register_custom_op\n"
+            "def second(y): return is_cuda(), get_cuda_version()[0], envs.HPCJIT_TEST_NAME.get()\n"
+        )
+        for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        importlib.invalidate_caches()
+        _peers.sglang.cache_clear()
+        yield
+        _peers.sglang.cache_clear()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+            del sys.modules[name]
+
+    def test_kernels_are_imported_without_the_server(self, monkeypatch):
+        monkeypatch.setenv("HPCJIT_TEST_NAME", "here")
+        assert _peers.sglang("moe.thing", "first")(5) == 5
+        assert _peers.sglang("moe.thing", "second")(5)[0] is True
+        assert _peers.sglang("moe.thing", "second")(5)[2] == "here"
+
+    def test_a_real_environment_module_is_used(self, tmp_path):
+        (tmp_path / "sglang" / "srt" / "environ.py").write_text(
+            "class V:\n    def get(self): return 'real'\nclass E:\n    def __getattr__(self, name): return V()\nenvs = E()\n"
+        )
+        importlib.invalidate_caches()
+        assert _peers.sglang("moe.thing", "second")(5)[2] == "real"
+
+    def test_a_missing_package(self, monkeypatch):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(ImportError, match="'sglang' is not installed"):
+            _peers.sglang("moe.thing", "first")
