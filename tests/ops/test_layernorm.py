@@ -37,8 +37,8 @@ class TestFormulas:
         torch.testing.assert_close(rmsnorm(x, weight, 1e-3), F.rms_norm(x, (1000,), weight, 1e-3), **CLOSE)
 
     def test_gemma_rmsnorm(self, x, weight):
-        expected = F.rms_norm(x, (1000,), 1 + weight, 1e-6)
-        torch.testing.assert_close(gemma_rmsnorm(x, weight), expected, **CLOSE)
+        expected = F.rms_norm(x, (1000,), 1 + weight, 1e-2)
+        torch.testing.assert_close(gemma_rmsnorm(x, weight, 1e-2), expected, **CLOSE)
 
     @pytest.mark.parametrize("affine", [True, False])
     def test_layernorm(self, x, weight, m, affine):
@@ -50,8 +50,8 @@ class TestFormulas:
     def test_fused_add(self, x, weight, m, function, offset):
         residual = m.normal(19, 1000, dtype=torch.float32)
         total = x + residual
-        expected = F.rms_norm(total, (1000,), weight + offset, 1e-6)
-        assert function(x, residual, weight) is None
+        expected = F.rms_norm(total, (1000,), weight + offset, 1e-2)
+        assert function(x, residual, weight, 1e-2) is None
         assert torch.equal(residual, total)
         torch.testing.assert_close(x, expected, **CLOSE)
 
@@ -67,8 +67,8 @@ class TestFormulas:
     def test_qk_norm(self, m):
         q, k = m.normal(5, 4, 64, dtype=torch.float32), m.normal(5, 2, 64, dtype=torch.float32)
         q_weight, k_weight = m.normal(64, dtype=torch.float32), m.normal(64, dtype=torch.float32)
-        expected = F.rms_norm(q, (64,), q_weight, 1e-6), F.rms_norm(k, (64,), k_weight, 1e-6)
-        assert qk_norm(q, k, q_weight, k_weight) is None
+        expected = F.rms_norm(q, (64,), q_weight, 1e-2), F.rms_norm(k, (64,), k_weight, 1e-2)
+        assert qk_norm(q, k, q_weight, k_weight, 1e-2) is None
         torch.testing.assert_close((q, k), expected, **CLOSE)
 
     def test_qk_norm_leaves_values_of_a_fused_projection(self, m):
@@ -79,8 +79,8 @@ class TestFormulas:
         assert same_bits(qkv[:, 10:], values)
 
     def test_rmsnorm_quant_restores_the_norm(self, x, weight):
-        out, scale = rmsnorm_quant_fp8(x, weight)
-        expected = F.rms_norm(x, (1000,), weight, 1e-6)
+        out, scale = rmsnorm_quant_fp8(x, weight, 1e-2)
+        expected = F.rms_norm(x, (1000,), weight, 1e-2)
         largest = expected.abs().amax(-1, keepdim=True)
         torch.testing.assert_close(scale, largest / 448, **CLOSE)
         # Half a step is 2^-4 of a value, and never less than half of 2^-9 of the scale.
