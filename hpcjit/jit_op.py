@@ -116,7 +116,7 @@ class JitOp(BaseFusedOp):
         if not tensors:
             self.check(*args)
         device = tensors[0].get_device()
-        if self.fast is self._caller and self._decision(device) is not self._caller:
+        if self.fast is self._caller and self._decision(None, device) is not self._caller:
             self(*args)  # came through `fast`, with tensors of a device that another backend serves
             return
         if any(type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for value in tensors):

@@ -307,7 +307,6 @@ class TestFast:
         self.use_jit(op, monkeypatch)
         for _ in range(3):
             op.fast(*arguments())
-        monkeypatch.setattr(op, "_decision", lambda index: op.forward_native)
         monkeypatch.setitem(op._decisions, -1, op.forward_native)
         op.fast(*arguments(mode=77))
         assert (len(stub.calls), len(native)) == (3, 1)

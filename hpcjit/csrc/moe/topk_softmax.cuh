@@ -9,8 +9,9 @@
 // that the lowest lane among equals holds the lowest expert. A round is: best key of the lane, redux.max over
 // lanes, ballot for the lowest lane that has it, strike the key out. NaN logits get the smallest key of a
 // real expert and p = 0; a struck-out or padding key is smaller still, so ids are always distinct and in
-// range. Lane i keeps winner i: top_k <= 32 costs no registers. No shared memory. With every logit -inf or
-// NaN all weights are 0.
+// range. Lane i keeps winner i
+// and reads its logit again for the weight: top_k <= 32 costs no registers. No shared memory. With every
+// logit -inf or NaN all weights are 0.
 #pragma once
 #include "hpcjit/launch.cuh"
 #include "hpcjit/math/reduce.cuh"
@@ -65,26 +66,27 @@ __global__ void __launch_bounds__(Config::kThreads)
   pdl::wait();
   if (token >= p.num_tokens) return;
 
-  float x[kPerLane];
   const logits_t* row = static_cast<const logits_t*>(p.logits) + token * p.logits_stride;
+  const float cap = float(p.softcap);
+  auto capped = [&](float logit) { return cap > 0.f ? cap * tanhf(logit / cap) : logit; };
+  float x[kPerLane];
+  uint32_t key[kPerLane];
 #pragma unroll
   for (int i = 0; i < kPerLane; i += kVec) {
+    const bool inside = first + i < num_experts;  // kVec divides num_experts
     float v[kVec];
 #pragma unroll
     for (int j = 0; j < kVec; ++j) v[j] = -INFINITY;
-    if (first + i < num_experts) {  // kVec divides num_experts
+    if (inside) {
       Vec<logits_t, kVec> raw;
       raw.load(row + first + i);
       raw.to(v);
     }
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) x[i + j] = v[j];
-  }
-  if (p.softcap > 0.) {
-    const float cap = float(p.softcap);
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i)
-      if (first + i < num_experts) x[i] = cap * tanhf(x[i] / cap);  // padding stays -inf and weighs nothing
+    for (int j = 0; j < kVec; ++j) {
+      key[i + j] = inside ? order_key(v[j]) : kStruckOut;
+      x[i + j] = inside ? capped(v[j]) : -INFINITY;  // padding weighs nothing
+    }
   }
 
   float largest = -INFINITY;
@@ -104,19 +106,16 @@ __global__ void __launch_bounds__(Config::kThreads)
   total = reduce_lanes<Add>(total);
   const float inverse_total = total > 0.f ? 1.f / total : 0.f;
 
-  uint32_t key[kPerLane];
+  if constexpr (Config::kHasBias) {
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    float score = x[i];
-    if constexpr (Config::kHasBias) {
-      if (first + i < num_experts)
-        score = score != score ? score : exponential(score) * inverse_total + p.bias[first + i];
+    for (int i = 0; i < kPerLane; ++i) {
+      if (first + i >= num_experts) continue;
+      const float score = x[i] == x[i] ? exponential(x[i]) * inverse_total + p.bias[first + i] : x[i];
+      key[i] = order_key(score);
     }
-    key[i] = first + i < num_experts ? order_key(score) : kStruckOut;
   }
 
-  float winner_weight = 0.f;
-  int winner_id = 0;
+  int winner = 0;
   const int top_k = int(p.top_k);
   for (int k = 0; k < top_k; ++k) {
     uint32_t best = key[0];
@@ -129,28 +128,20 @@ __global__ void __launch_bounds__(Config::kThreads)
       }
     const uint32_t top = __reduce_max_sync(kAll, best);
     const int source = __ffs(__ballot_sync(kAll, best == top)) - 1;
-    float value = 0.f;
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      if (i != slot) continue;
-      value = x[i];
-      if (lane == source) key[i] = kStruckOut;
-    }
-    value = __shfl_sync(kAll, value, source);
+    for (int i = 0; i < kPerLane; ++i)
+      if (lane == source && i == slot) key[i] = kStruckOut;
     const int id = __shfl_sync(kAll, first + slot, source);
-    if (lane == k) {
-      winner_weight = value;
-      winner_id = id;
-    }
+    if (lane == k) winner = id;
   }
-  winner_weight = lane < top_k ? exponential(winner_weight) * inverse_total : 0.f;
+  float weight = lane < top_k ? exponential(capped(to_float(row[winner]))) * inverse_total : 0.f;
   if (p.renormalize) {
-    const float sum = reduce_lanes<Add>(winner_weight);
-    winner_weight = sum > 0.f ? winner_weight / sum : 0.f;
+    const float sum = reduce_lanes<Add>(weight);
+    weight = sum > 0.f ? weight / sum : 0.f;
   }
   if (lane < top_k) {
-    p.weights[token * p.weights_stride + lane] = winner_weight;
-    p.ids[token * p.ids_stride + lane] = winner_id;
+    p.weights[token * p.weights_stride + lane] = weight;
+    p.ids[token * p.ids_stride + lane] = winner;
   }
 }
 

@@ -8,7 +8,8 @@ from hpcjit import checks
 from hpcjit.fused_op import define
 from hpcjit.jit_op import JitOp, Plan
 from hpcjit.ops import _peers
-from hpcjit.ops.layernorm._norm_plan import accumulation_dtype, check_norm, norm_plan
+from hpcjit.ops._tensors import accumulation_dtype
+from hpcjit.ops.layernorm._norm_plan import check_norm, norm_plan
 
 
 class FusedAddRmsNormOp(JitOp):

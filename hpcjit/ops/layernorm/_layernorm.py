@@ -8,7 +8,8 @@ from hpcjit import checks
 from hpcjit.fused_op import define
 from hpcjit.jit_op import JitOp, Plan
 from hpcjit.ops import _peers
-from hpcjit.ops.layernorm._norm_plan import accumulation_dtype, check_norm, norm_plan
+from hpcjit.ops._tensors import accumulation_dtype, require
+from hpcjit.ops.layernorm._norm_plan import check_norm, norm_plan
 
 
 class LayerNormOp(JitOp):
@@ -80,6 +81,7 @@ def layernorm(
 
     Layout rules, determinism and CUDA-graph safety are those of `rmsnorm`. Method: Ba, Kiros and Hinton, 2016.
     """
+    require(layernorm_op.op, "input", input)
     if out is None:
         out = torch.empty_like(input)
     if torch.compiler.is_compiling():

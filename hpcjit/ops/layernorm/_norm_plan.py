@@ -10,8 +10,7 @@ from hpcjit import checks
 from hpcjit.build import Config, Template
 from hpcjit.jit_op import NOTHING, Plan
 from hpcjit.ops._rows import AFTER_LOADS, AT_START, TYPE_NAMES, full_occupancy, row_shape, streams, vector_width
-
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+from hpcjit.ops._tensors import FLOATS
 
 
 @dataclass(frozen=True)
@@ -147,8 +146,3 @@ def check_norm(
         raise checks.ArgumentTypeError(op, "bias", f"{weight.dtype} like weight", checks.describe(bias))
     checks.number(op, "eps", eps, low=0.0)
     checks.no_grad(op, input=input, weight=weight, bias=bias)
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a reference computes: fp32, or fp64 for fp64 inputs (which only references take)."""
-    return torch.promote_types(dtype, torch.float32)

@@ -8,7 +8,8 @@ from hpcjit import checks
 from hpcjit.fused_op import define
 from hpcjit.jit_op import JitOp, Plan
 from hpcjit.ops import _peers
-from hpcjit.ops.layernorm._norm_plan import accumulation_dtype, check_norm, norm_plan
+from hpcjit.ops._tensors import accumulation_dtype, require
+from hpcjit.ops.layernorm._norm_plan import check_norm, norm_plan
 
 
 class RmsNormOp(JitOp):
@@ -78,6 +79,7 @@ def rmsnorm(
 
     Safe under CUDA graphs once the signature has run or been prewarmed. Method: Zhang and Sennrich, 2019.
     """
+    require(rmsnorm_op.op, "input", input)
     if out is None:
         out = torch.empty_like(input)
     if torch.compiler.is_compiling():
@@ -101,6 +103,7 @@ def gemma_rmsnorm(
 
     Arguments, ranges, result and errors are those of `rmsnorm`; `1 + weight` is formed in float32. As in the Gemma models.
     """
+    require(gemma_rmsnorm_op.op, "input", input)
     if out is None:
         out = torch.empty_like(input)
     if torch.compiler.is_compiling():

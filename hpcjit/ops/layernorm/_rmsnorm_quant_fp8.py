@@ -8,7 +8,8 @@ from hpcjit import checks
 from hpcjit.fused_op import define
 from hpcjit.jit_op import JitOp, Plan
 from hpcjit.ops._fp8 import dynamic_scale, quantize
-from hpcjit.ops.layernorm._norm_plan import accumulation_dtype, check_norm, norm_plan
+from hpcjit.ops._tensors import accumulation_dtype, require
+from hpcjit.ops.layernorm._norm_plan import check_norm, norm_plan
 
 _DYNAMIC, _STATIC = 1, 2  # NormConfig.quant
 
@@ -87,6 +88,7 @@ def rmsnorm_quant_fp8(
     residual: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm whose result is quantised to FP8 e4m3 without leaving the chip.
@@ -103,6 +105,7 @@ def rmsnorm_quant_fp8(
         residual: None, or like `input`; replaced by the sum.
         scale: None for a dynamic scale per row, or a float32 tensor `[1]` (positive) for all.
         out: float8_e4m3fn, shaped like `input`. A new tensor by default.
+        out_scale: float32 `[..., 1]`, receives the dynamic scales (then `scale` must be None). A new tensor by default.
         backend: run this backend or fail.
 
     Returns:
@@ -113,9 +116,14 @@ def rmsnorm_quant_fp8(
 
     Layout rules, determinism and CUDA-graph safety are those of `rmsnorm`.
     """
+    require(rmsnorm_quant_fp8_op.op, "input", input)
     if out is None:
         out = torch.empty(input.shape, dtype=torch.float8_e4m3fn, device=input.device)
+    if scale is not None and out_scale is not None:
+        raise checks.ArgumentError(rmsnorm_quant_fp8_op.op, "out_scale", "None with a given scale", "a tensor")
     dynamic = scale is None
+    if scale is None:
+        scale = out_scale
     if scale is None:
         scale = torch.empty((*input.shape[:-1], 1), dtype=torch.float32, device=input.device)
     if torch.compiler.is_compiling():

@@ -138,10 +138,8 @@ class TopkSoftmaxOp(JitOp):
         ids: torch.Tensor,
     ) -> None:
         x = logits.to(accumulation_dtype(logits.dtype))
-        if softcap > 0:
-            x = softcap * torch.tanh(x / softcap)
-        p = _softmax(x)
-        score = x if bias is None else p + bias
+        p = _softmax(softcap * torch.tanh(x / softcap) if softcap > 0 else x)
+        score = x if bias is None else p + bias  # by the logits themselves: a softcap can round neighbours to one value
         # A stable sort keeps equal scores in the order of their ids; NaN first becomes what sorts last.
         nan = score.isnan()
         order = torch.where(nan, -torch.inf, score).sort(dim=-1, descending=True, stable=True).indices
@@ -195,7 +193,7 @@ def topk_softmax(
 
         x       = logits, or softcap * tanh(logits / softcap) if softcap > 0
         p       = softmax(x)                                     (float32)
-        ids     = indices of the top_k largest x, or p + bias with a bias, largest first
+        ids     = indices of the top_k largest logits, or p + bias with a bias, largest first
         weights = p[ids], or p[ids] / sum(p[ids]) with renormalize
 
     Args:
