@@ -66,7 +66,8 @@ static PyObject* fail(Launcher* self, int code, PyObject* const* args, Py_ssize_
 static PyObject* launcher_call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject* names) {
   Launcher* self = (Launcher*)object;
   const Py_ssize_t count = PyVectorcall_NARGS(nargsf);
-  if (names && PyTuple_GET_SIZE(names)) return PyErr_Format(PyExc_TypeError, "a launch takes no keyword arguments");
+  if (names && PyTuple_GET_SIZE(names))
+    return PyErr_Format(PyExc_TypeError, "a launch takes no keyword arguments");
   if (count != self->num_slots + 2) return fail(self, -1, args, count);
   uint64_t device, stream, slots[MAX_SLOTS];
   int fits = as_word(args[0], 0, &device) && as_word(args[1], 1, &stream);
@@ -105,8 +106,11 @@ static PyMemberDef launcher_members[] = {
 };
 
 static PyType_Slot launcher_slots[] = {
-    {Py_tp_call, PyVectorcall_Call},      {Py_tp_dealloc, launcher_dealloc}, {Py_tp_traverse, launcher_traverse},
-    {Py_tp_clear, launcher_clear},        {Py_tp_members, launcher_members},
+    {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_dealloc, launcher_dealloc},
+    {Py_tp_traverse, launcher_traverse},
+    {Py_tp_clear, launcher_clear},
+    {Py_tp_members, launcher_members},
     {Py_tp_doc, "Launches one kernel: (device, stream, *slots) -> None."},
     {0, NULL},
 };
@@ -114,7 +118,8 @@ static PyType_Slot launcher_slots[] = {
 static PyType_Spec launcher_spec = {
     .name = "hpcjit_binder.Launcher",
     .basicsize = sizeof(Launcher),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+             Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = launcher_slots,
 };
 
@@ -128,7 +133,8 @@ static PyObject* make(PyObject* module, PyObject* args) {
   if (!PyArg_ParseTuple(args, "KsO", &address, &kinds, &handler)) return NULL;
   const size_t count = strlen(kinds);
   if (!address || count > MAX_SLOTS || strspn(kinds, "pid") != count || !PyCallable_Check(handler)) {
-    return PyErr_Format(PyExc_ValueError, "make needs an address, at most %d kinds of p, i, d and a callable", MAX_SLOTS);
+    return PyErr_Format(PyExc_ValueError, "make needs an address, at most %d kinds of p, i, d and a callable",
+                        MAX_SLOTS);
   }
   Launcher* self = PyObject_GC_New(Launcher, launcher_type);
   if (!self) return NULL;
@@ -145,13 +151,16 @@ static PyObject* make(PyObject* module, PyObject* args) {
 
 static PyMethodDef methods[] = {
     {"make", make, METH_VARARGS, "make(address, kinds, fail) -> callable(device, stream, *slots)"},
-    {"caller", make_caller, METH_VARARGS, "caller(kinds, exchange, Tensor, Parameter, grad_enabled, miss) -> callable(*args)"},
-    {"bound", make_bound, METH_VARARGS, "bound(address, device, owner, fail, slots) -> what a caller can launch"},
+    {"caller", make_caller, METH_VARARGS,
+     "caller(kinds, exchange, Tensor, Parameter, grad_enabled, miss) -> callable(*args)"},
+    {"bound", make_bound, METH_VARARGS,
+     "bound(address, device, owner, fail, slots) -> what a caller can launch"},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, .m_name = "hpcjit_binder", .m_doc = "Fast kernel launches.", .m_size = -1, .m_methods = methods,
+    PyModuleDef_HEAD_INIT, .m_name = "hpcjit_binder", .m_doc = "Fast kernel launches.",
+    .m_size = -1,          .m_methods = methods,
 };
 
 PyMODINIT_FUNC PyInit_hpcjit_binder(void) {

@@ -96,7 +96,8 @@ template <class Operator, int kSlots>
 int launch(const void* params, int device, void* stream) {
   return on_device(device, [&] {
     const auto queue = static_cast<cudaStream_t>(stream);
-    const cudaError_t status = Operator::launch(*static_cast<const typename Operator::Params*>(params), queue);
+    const cudaError_t status =
+        Operator::launch(*static_cast<const typename Operator::Params*>(params), queue);
     return status == cudaSuccess ? finish(queue) : status;
   });
 }
@@ -111,11 +112,13 @@ const char* error(int code) {
 
 #define HPCJIT_PUBLIC extern "C" __attribute__((visibility("default")))
 
-#define HPCJIT_EXPORT(Operator, kSlots)                                               \
-  HPCJIT_PUBLIC int hpcjit_launch(const void* params, int device, void* stream) {     \
-    return ::hpcjit::abi::launch<Operator, kSlots>(params, device, stream);           \
-  }                                                                                   \
-  HPCJIT_PUBLIC int hpcjit_prepare(int device) {                                      \
-    return ::hpcjit::abi::on_device(device, [] { return Operator::prepare(); });      \
-  }                                                                                   \
-  HPCJIT_PUBLIC const char* hpcjit_error(int code) { return ::hpcjit::abi::error<Operator, kSlots>(code); }
+#define HPCJIT_EXPORT(Operator, kSlots)                                           \
+  HPCJIT_PUBLIC int hpcjit_launch(const void* params, int device, void* stream) { \
+    return ::hpcjit::abi::launch<Operator, kSlots>(params, device, stream);       \
+  }                                                                               \
+  HPCJIT_PUBLIC int hpcjit_prepare(int device) {                                  \
+    return ::hpcjit::abi::on_device(device, [] { return Operator::prepare(); });  \
+  }                                                                               \
+  HPCJIT_PUBLIC const char* hpcjit_error(int code) {                              \
+    return ::hpcjit::abi::error<Operator, kSlots>(code);                          \
+  }
