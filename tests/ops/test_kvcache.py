@@ -8,8 +8,8 @@ from op_tools import bits, rejects, same_bits
 
 from hpcjit.cases import Maker
 from hpcjit.errors import ArgumentError, ArgumentTypeError
+from hpcjit.fused_op import reset_decisions
 from hpcjit.ops.kvcache import reshape_and_cache
-from hpcjit.ops.kvcache._reshape_and_cache import reshape_and_cache_op
 
 OP = "kvcache.reshape_and_cache"
 PAGES, PAGE, HEADS, DIM = 5, 4, 3, 64
@@ -107,11 +107,9 @@ class TestPlacement:
 def debug(monkeypatch):
     """Debug mode, with plans made for it."""
     monkeypatch.setenv("HPCJIT_DEBUG", "1")
-    reshape_and_cache_op.__dict__.pop("forward_jit", None)
-    reshape_and_cache_op._decisions.clear()
+    reset_decisions()
     yield
-    reshape_and_cache_op.__dict__.pop("forward_jit", None)
-    reshape_and_cache_op._decisions.clear()
+    reset_decisions()
 
 
 class TestDebugMode:
