@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import shlex
@@ -252,9 +253,8 @@ def host_call(job: Job, args: Args) -> Callable[[], Any]:
     """The eager call that a user makes: the public function for the JIT backend, the adapter itself for the others."""
     own = numerics.copy_args(args)
     if job.backend is KernelBackend.JIT:
-        return _public_call(job, own) or (lambda: job.op(*own))
-    method = getattr(job.op, job.backend.method)
-    return lambda: method(*own)
+        return _public_call(job, own) or functools.partial(job.op.fast, *own)
+    return functools.partial(getattr(job.op, job.backend.method), *own)
 
 
 def _public_call(job: Job, args: Args) -> Callable[[], Any] | None:
@@ -275,7 +275,7 @@ def _public_call(job: Job, args: Args) -> Callable[[], Any] | None:
                 positional.append(named[parameter.name])
             else:
                 options[parameter.name] = named[parameter.name]
-    return lambda: public(*positional, **options)
+    return functools.partial(public, *positional, **options)
 
 
 def with_speedups(rows: Sequence[Row]) -> list[Row]:
