@@ -81,7 +81,8 @@ static int add_tensor(const Caller* self, PyObject* object, int i, Signature* s)
     return 1;
   }
   PyObject* type = (PyObject*)Py_TYPE(object);
-  if (type != self->tensor_type && type != self->parameter_type) return 0;  // subclasses may mean something else
+  if (type != self->tensor_type && type != self->parameter_type)
+    return 0;  // subclasses may mean something else
   if (self->exchange->tensor_from_object(object, &t) || t.ndim > MAX_NDIM) return 0;
   s->address[i] = (uint64_t)(uintptr_t)t.data + t.byte_offset;
   // ndim takes four bits of its byte, the address within 16 bytes the others.
@@ -253,13 +254,18 @@ static void bound_dealloc(PyObject* object) {
 
 static PyMemberDef caller_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(Caller, vectorcall), READONLY, NULL},
-    {"remembered", T_OBJECT, offsetof(Caller, remembered), READONLY, "dict of signature -> Bound or callable"},
+    {"remembered", T_OBJECT, offsetof(Caller, remembered), READONLY,
+     "dict of signature -> Bound or callable"},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyType_Slot caller_slots[] = {
-    {Py_tp_call, PyVectorcall_Call}, {Py_tp_dealloc, caller_dealloc}, {Py_tp_traverse, caller_traverse},
-    {Py_tp_clear, caller_clear},     {Py_tp_members, caller_members}, {Py_tp_doc, "An operator's eager path."},
+    {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_dealloc, caller_dealloc},
+    {Py_tp_traverse, caller_traverse},
+    {Py_tp_clear, caller_clear},
+    {Py_tp_members, caller_members},
+    {Py_tp_doc, "An operator's eager path."},
     {0, NULL},
 };
 
@@ -274,7 +280,8 @@ static PyType_Slot bound_slots[] = {
 static PyType_Spec caller_spec = {
     .name = "hpcjit_binder.Caller",
     .basicsize = sizeof(Caller),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+             Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = caller_slots,
 };
 
@@ -289,12 +296,16 @@ static PyObject* make_caller(PyObject* module, PyObject* args) {
   (void)module;
   const char* kinds;
   PyObject *capsule, *tensor_type, *parameter_type, *grad_enabled, *handler;
-  if (!PyArg_ParseTuple(args, "sOOOOO", &kinds, &capsule, &tensor_type, &parameter_type, &grad_enabled, &handler)) return NULL;
+  if (!PyArg_ParseTuple(args, "sOOOOO", &kinds, &capsule, &tensor_type, &parameter_type, &grad_enabled,
+                        &handler))
+    return NULL;
   const Exchange* exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
   while (exchange && exchange->major > 1) exchange = exchange->previous;
   const size_t count = strlen(kinds);
   if (!exchange || !exchange->tensor_from_object || count > MAX_ARGS || strspn(kinds, "tfk") != count) {
-    return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "no usable DLPack exchange, or bad kinds '%s'", kinds);
+    return PyErr_Occurred()
+               ? NULL
+               : PyErr_Format(PyExc_ValueError, "no usable DLPack exchange, or bad kinds '%s'", kinds);
   }
   PyObject* remembered = PyDict_New();
   Caller* self = remembered ? PyObject_GC_New(Caller, caller_type) : NULL;
@@ -320,9 +331,11 @@ static PyObject* make_bound(PyObject* module, PyObject* args) {
   unsigned long long address;
   int device;
   PyObject *owner, *handler, *slots;
-  if (!PyArg_ParseTuple(args, "KiOOO!", &address, &device, &owner, &handler, &PyTuple_Type, &slots)) return NULL;
+  if (!PyArg_ParseTuple(args, "KiOOO!", &address, &device, &owner, &handler, &PyTuple_Type, &slots))
+    return NULL;
   const Py_ssize_t count = PyTuple_GET_SIZE(slots);
-  if (!address || count > MAX_SLOTS) return PyErr_Format(PyExc_ValueError, "no address, or more than %d slots", MAX_SLOTS);
+  if (!address || count > MAX_SLOTS)
+    return PyErr_Format(PyExc_ValueError, "no address, or more than %d slots", MAX_SLOTS);
   Bound* self = PyObject_GC_New(Bound, bound_type);
   if (!self) return NULL;
   self->launch = (launch_function)(uintptr_t)address;
