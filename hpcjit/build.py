@@ -108,25 +108,27 @@ _locks: dict[tuple[Template, Config, str], threading.Lock] = {}
 _locks_guard = threading.Lock()
 
 
-def load(template: Template, config: Config, *, device: int | None = None, arch: str | None = None) -> Kernel:
+def load(
+    template: Template, config: Config, *, device: int | None = None, arch: str | None = None, op: str | None = None
+) -> Kernel:
     """The kernel for this template and config: from memory, from the cache, or compiled now.
 
-    The architecture is that of `device` unless it is given; with a GPU the kernel is also prepared on `device`. Raises
-    CaptureError rather than build or load while a CUDA graph is being captured, CacheError rather than compile when
+    The architecture is that of `device` unless it is given; with a GPU the kernel is also prepared on `device`. `op` is the
+    operator that asks, for messages that say how to prewarm it (several may share a template). Raises CaptureError rather than build or load while a CUDA graph is being captured, CacheError rather than compile when
     HPCJIT_REQUIRE_WARM is set, ToolchainError and CompileError.
     """
     kernel = _ready.get((template, config, device, arch))
-    return kernel if kernel is not None else _load(template, config, device, arch)
+    return kernel if kernel is not None else _load(template, config, device, arch, op or template.op)
 
 
-def _load(template: Template, config: Config, device: int | None, arch: str | None) -> Kernel:
+def _load(template: Template, config: Config, device: int | None, arch: str | None, op: str) -> Kernel:
     target = arch or toolchain.arch_of_device(device)
     kernel = _loaded.get((template, config, target))
     if kernel is None:
         with _locks_guard:
             lock = _locks.setdefault((template, config, target), threading.Lock())
         with lock:
-            kernel = _loaded.get((template, config, target)) or _open(template, config, target)
+            kernel = _loaded.get((template, config, target)) or _open(template, config, target, op)
             _loaded[template, config, target] = kernel
     if device is not None and toolchain.has_gpu():
         kernel.prepare(device)
@@ -134,11 +136,11 @@ def _load(template: Template, config: Config, device: int | None, arch: str | No
     return kernel
 
 
-def _open(template: Template, config: Config, arch: str) -> Kernel:
-    title, prewarm = template.title(config, arch), f"hpcjit prewarm {template.op} --arch {arch}"
+def _open(template: Template, config: Config, arch: str, op: str) -> Kernel:
+    title, prewarm = template.title(config, arch), f"hpcjit prewarm {op} --arch {arch}"
     if capturing():
         raise CaptureError(capture_text(title, "built or loaded", prewarm))
-    entry = compile_only(template, config, arch)
+    entry = compile_only(template, config, arch, op)
     return Kernel(title, entry.binary, template.params, prewarm)
 
 
@@ -159,7 +161,7 @@ def _reset_after_fork() -> None:
 os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def compile_only(template: Template, config: Config, arch: str) -> cache.Entry:
+def compile_only(template: Template, config: Config, arch: str, op: str | None = None) -> cache.Entry:
     """The cache entry of this template, config and architecture, compiled if it is not there. Needs no GPU."""
     request = _request(template, config, arch)
     may_compile = request.tools is not None and not settings.read().require_warm
@@ -169,7 +171,7 @@ def compile_only(template: Template, config: Config, arch: str) -> cache.Entry:
     if settings.read().require_warm:
         raise CacheError(
             f"{request.job.title} is not in the kernel cache and HPCJIT_REQUIRE_WARM forbids to compile it. Looked in "
-            f"{', '.join(map(str, folders.search_roots())) or 'no folder'}. Run: hpcjit prewarm {template.op} --arch {arch}"
+            f"{', '.join(map(str, folders.search_roots())) or 'no folder'}. Run: hpcjit prewarm {op or template.op} --arch {arch}"
         )
     if request.missing:
         raise ToolchainError(

@@ -102,7 +102,7 @@ class JitOp(BaseFusedOp):
             self.check(*args)
             plan = self.plan(*args)
             if isinstance(plan, Plan):
-                build.load(plan.template, plan.config, device=args[0].get_device())
+                build.load(plan.template, plan.config, device=args[0].get_device(), op=self.op)
         kinds = "".join({"tensor": "t", "float": "f"}.get(kind, "k") for kind in self.kinds)
         self._caller = caller.make(kinds, self._miss)
         self.forward_jit = self._caller  # type: ignore[method-assign]
@@ -136,7 +136,7 @@ class JitOp(BaseFusedOp):
 
     def _runner(self, plan: Plan, device: int, anywhere: bool = False) -> Any:
         """What launches `plan`: a `caller.bound`, or Python where a launch needs more than a launch (or runs `anywhere`)."""
-        kernel = build.load(plan.template, plan.config, device=device)
+        kernel = build.load(plan.template, plan.config, device=device, op=self.op)
         debug = settings.read().debug
         sources = [self._source(name, plan.values.get(name, name)) for name in plan.template.params]
         if anywhere or debug or plan.workspace_bytes:

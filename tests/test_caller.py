@@ -87,7 +87,7 @@ def toy(request, monkeypatch: pytest.MonkeyPatch):
     kernel.title, kernel.params, kernel.kinds, kernel.address = "toy", TOY.params, "ppiidpp", stub.address
     kernel.error_text = lambda code: f"text of {code}"
     kernel.launch = launch.make_launcher(stub.address, kernel.kinds, kernel._fail)
-    monkeypatch.setattr(build, "load", lambda template, config, device: kernel)
+    monkeypatch.setattr(build, "load", lambda template, config, device, op: kernel)
     monkeypatch.setattr(caller, "raw_stream", lambda device: STREAM)
     monkeypatch.setattr(launch, "raw_stream", lambda device: STREAM, raising=False)
     if request.param == "python":

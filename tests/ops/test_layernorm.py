@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from op_tools import rejects, same_bits
 
-from hpcjit.errors import ArgumentTypeError
+from hpcjit import build
+from hpcjit.errors import ArgumentTypeError, CaptureError
+from hpcjit.fused_op import reset_decisions
 from hpcjit.ops.layernorm import (
     fused_add_rmsnorm,
     gemma_fused_add_rmsnorm,
@@ -201,3 +203,25 @@ class TestQkNormRefused:
         q, w = m.normal(2, 1, 64), m.normal(64)
         with rejects(self.OP, "q", q, match="do not overlap"):
             qk_norm(q.expand(2, 4, 64), m.normal(2, 4, 64), w, w)
+
+
+@pytest.mark.gpu
+def test_a_cold_kernel_is_refused_while_a_graph_is_captured():
+    """The error names the operator that was called, not the template it shares; afterwards all is as before."""
+    x, weight = torch.randn(3, 264, device="cuda"), torch.randn(264, device="cuda")
+    out = torch.empty_like(x)
+    build.forget()
+    reset_decisions()
+    with (
+        pytest.raises(CaptureError, match=r"Call it once before capture.*hpcjit prewarm layernorm\.gemma_rmsnorm"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        gemma_rmsnorm(x, weight, out=out)
+    gemma_rmsnorm(x, weight, out=out)
+    want = out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gemma_rmsnorm(x, weight, out=out)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, want)
