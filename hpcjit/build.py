@@ -114,8 +114,9 @@ def load(
     """The kernel for this template and config: from memory, from the cache, or compiled now.
 
     The architecture is that of `device` unless it is given; with a GPU the kernel is also prepared on `device`. `op` is the
-    operator that asks, for messages that say how to prewarm it (several may share a template). Raises CaptureError rather than build or load while a CUDA graph is being captured, CacheError rather than compile when
-    HPCJIT_REQUIRE_WARM is set, ToolchainError and CompileError.
+    operator that asks, for messages that say how to prewarm it (several may share a template). Raises CaptureError rather
+    than build or load while a CUDA graph is being captured, CacheError rather than compile when HPCJIT_REQUIRE_WARM is
+    set, ToolchainError and CompileError.
     """
     kernel = _ready.get((template, config, device, arch))
     return kernel if kernel is not None else _load(template, config, device, arch, op or template.op)
@@ -171,7 +172,8 @@ def compile_only(template: Template, config: Config, arch: str, op: str | None =
     if settings.read().require_warm:
         raise CacheError(
             f"{request.job.title} is not in the kernel cache and HPCJIT_REQUIRE_WARM forbids to compile it. Looked in "
-            f"{', '.join(map(str, folders.search_roots())) or 'no folder'}. Run: hpcjit prewarm {op or template.op} --arch {arch}"
+            f"{', '.join(map(str, folders.search_roots())) or 'no folder'}. "
+            f"Run: hpcjit prewarm {op or template.op} --arch {arch}"
         )
     if request.missing:
         raise ToolchainError(
