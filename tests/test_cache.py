@@ -36,18 +36,25 @@ def load_twice() -> launch.Kernel:
     return kernel
 
 
+def rewrite(binary: Path, content: bytes) -> None:
+    """Another file in the binary's place: this process has the old one mapped, and would feel a write into it."""
+    binary.unlink()
+    binary.write_bytes(content)
+    binary.chmod(0o700)
+
+
 def truncate(entry: cache.Entry) -> None:
-    entry.binary.write_bytes(entry.binary.read_bytes()[:-100])
+    rewrite(entry.binary, entry.binary.read_bytes()[:-100])
 
 
 def flip_a_bit(entry: cache.Entry) -> None:
     content = bytearray(entry.binary.read_bytes())
     content[len(content) // 2] ^= 1
-    entry.binary.write_bytes(content)
+    rewrite(entry.binary, bytes(content))
 
 
 def zero(entry: cache.Entry) -> None:
-    entry.binary.write_bytes(bytes(entry.size))
+    rewrite(entry.binary, bytes(entry.size))
 
 
 def lose_the_binary(entry: cache.Entry) -> None:
@@ -64,7 +71,7 @@ def garble_the_manifest(entry: cache.Entry) -> None:
 
 def swap_in_another_kernel(entry: cache.Entry) -> None:
     other = next(e for e in cache.entries(root=entry.path.parents[2]) if e.key != entry.key)
-    shutil.copy(other.binary, entry.binary)
+    rewrite(entry.binary, other.binary.read_bytes())
 
 
 def swap_in_another_arch(entry: cache.Entry) -> None:

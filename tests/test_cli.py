@@ -199,7 +199,10 @@ class TestCache:
 
     def test_a_damaged_binary_is_found(self, warm: Path, capsys):
         binary = next(warm.rglob("kernel.so"))
-        binary.write_bytes(binary.read_bytes()[:-1])
+        content = binary.read_bytes()
+        binary.unlink()  # this process has it mapped, and would feel a write into it
+        binary.write_bytes(content[:-1])
+        binary.chmod(0o700)
         assert main(["cache", "verify"]) == 1
         captured = capsys.readouterr()
         assert "1 bad" in captured.out
