@@ -158,10 +158,11 @@ def _nvcc_candidates() -> Iterator[tuple[str, Path | None]]:
 
 
 def pip_toolkits() -> list[Path]:
-    """Toolkit folders that pip's nvidia packages put on the import path, newest first."""
+    """Toolkit folders that pip's nvidia packages put on the import path, newest first, then in the path's order."""
     pattern = [os.path.join(glob.escape(folder), "nvidia", "cu[0-9]*") for folder in sys.path if folder]
     found = (Path(match) for entry in pattern for match in glob.glob(entry))
-    return sorted({p for p in found if (p / "bin" / "nvcc").is_file()}, key=lambda p: p.name, reverse=True)
+    usable = dict.fromkeys(p for p in found if (p / "bin" / "nvcc").is_file())
+    return sorted(usable, key=lambda p: p.name, reverse=True)
 
 
 def _probe_nvcc(path: Path | None) -> Nvcc:

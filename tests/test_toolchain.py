@@ -141,7 +141,7 @@ def test_link_on_path_leads_to_the_real_toolkit(bare, toolkit):
 def test_pip_layout_is_found_on_the_import_path(bare, monkeypatch, tmp_path):
     toolkit = pip_layout(tmp_path / "site")
     monkeypatch.setattr(toolchain, "pip_toolkits", PIP_TOOLKITS)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "site")])
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])  # this environment may have them too
     found = toolchain.find_nvcc()
     assert found.home == str(toolkit.home)
     assert Path(found.cudart).name.startswith("libcudart.so.")
