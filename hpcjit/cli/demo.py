@@ -59,7 +59,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _introduce(out: Console, here: Machine) -> None:
     out.print(f"[bold]hpcjit {__version__}[/]  CUDA kernels compiled at first call", highlight=False)
-    gpu = here.gpu or f"none: kernels are cross-compiled for {here.arch}, references run on the CPU"
+    instead = f"kernels are cross-compiled for {here.arch}, " if here.compiler else ""
+    gpu = here.gpu or f"none: {instead}references run on the CPU"
     compiler = here.compiler or "none: only the references run"
     for name, text in (
         ("GPU", gpu),
