@@ -27,6 +27,13 @@ FLASHINFER: dict[KernelBackend, Capabilities] = {
 SGLANG: dict[KernelBackend, Capabilities] = {
     KernelBackend.AOT: frozenset({CapabilityRequirement.cuda(min_sm=(8, 0), package="sglang.kernels")})
 }
+# Our own baselines: they need nothing of a peer but its compiler, which converts to float8 from SM 8.9 on.
+TRITON: dict[KernelBackend, Capabilities] = {
+    KernelBackend.TRITON: frozenset({CapabilityRequirement.cuda(min_sm=(8, 0), package="triton")})
+}
+TRITON_FP8: dict[KernelBackend, Capabilities] = {
+    KernelBackend.TRITON: frozenset({CapabilityRequirement.cuda(min_sm=(8, 9), package="triton")})
+}
 
 
 @functools.cache

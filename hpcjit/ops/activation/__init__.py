@@ -1,7 +1,7 @@
 """Activations and gated activations, also when they quantise their result."""
 
 from hpcjit.ops._lazy import lazy
-from hpcjit.ops._peers import FLASHINFER, SGLANG
+from hpcjit.ops._peers import FLASHINFER, SGLANG, TRITON_FP8
 from hpcjit.registry import register_fused_op
 from hpcjit.spec import CapabilityRequirement, KernelBackend
 
@@ -14,6 +14,7 @@ _MODULES = {
 }
 
 _PEERS = {_name: FLASHINFER | SGLANG for _name, _module in _MODULES.items() if _module == "_gated"}
+_PEERS["silu_and_mul_quant_fp8"] = TRITON_FP8
 
 for _name, _module in _MODULES.items():
     _backends = {KernelBackend.JIT: _JIT} | _PEERS.get(_name, {})

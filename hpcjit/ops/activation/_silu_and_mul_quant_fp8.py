@@ -72,6 +72,21 @@ class SiluAndMulQuantFp8Op(JitOp):
             scale.copy_(dynamic_scale(y))
         out.copy_(quantize(y, scale.to(y.dtype)))
 
+    def forward_triton(
+        self,
+        input: torch.Tensor,
+        dynamic: bool,
+        group_size: int,
+        scale_ue8m0: bool,
+        out: torch.Tensor,
+        scale: torch.Tensor,
+    ) -> None:
+        """A scale per row only."""
+        self.check(input, dynamic, group_size, scale_ue8m0, out, scale)
+        from hpcjit.ops.activation import _triton
+
+        _triton.silu_and_mul_quant_fp8(self.op, input, dynamic, group_size, out, scale)
+
 
 silu_and_mul_quant_fp8_op = SiluAndMulQuantFp8Op()
 define(silu_and_mul_quant_fp8_op)

@@ -201,6 +201,26 @@ class ReshapeAndCacheOp(JitOp):
                 rows = quantize(rows.to(accumulation_dtype(rows.dtype)), scales.unsqueeze(-1))
             _nhd(cache, layout)[slots // page_size, slots % page_size] = rows
 
+    def forward_triton(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+        k_factor: float,
+        v_factor: float,
+        layout: str,
+    ) -> None:
+        """Slots past the end are skipped in debug mode too."""
+        self.check(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, k_factor, v_factor, layout)
+        from hpcjit.ops.kvcache import _triton
+
+        caches = (_nhd(key_cache, layout), _nhd(value_cache, layout))
+        _triton.reshape_and_cache(self.op, key, value, *caches, slot_mapping, k_scale, v_scale, k_factor, v_factor)
+
 
 def _vector_width(source: torch.Tensor, cache: torch.Tensor) -> int:
     """Elements per access: 16 bytes of the wider of the two, if all heads of both are aligned to it."""

@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm, also with a residual added or the result quantised."""
 
 from hpcjit.ops._lazy import lazy
-from hpcjit.ops._peers import FLASHINFER, SGLANG
+from hpcjit.ops._peers import FLASHINFER, SGLANG, TRITON, TRITON_FP8
 from hpcjit.registry import register_fused_op
 from hpcjit.spec import CapabilityRequirement, KernelBackend
 
@@ -17,12 +17,13 @@ _MODULES = {
     "qk_norm": "_qk_norm",
 }
 _PEERS = {
-    "rmsnorm": FLASHINFER | SGLANG,
-    "gemma_rmsnorm": FLASHINFER,
+    "rmsnorm": FLASHINFER | SGLANG | TRITON,
+    "gemma_rmsnorm": FLASHINFER | TRITON,
     "fused_add_rmsnorm": FLASHINFER | SGLANG,
     "gemma_fused_add_rmsnorm": FLASHINFER,
     "layernorm": FLASHINFER,
-    "qk_norm": SGLANG,
+    "rmsnorm_quant_fp8": TRITON_FP8,
+    "qk_norm": SGLANG | TRITON,
 }
 
 for _name, _module in _MODULES.items():

@@ -115,6 +115,14 @@ class QkNormOp(JitOp):
         self.check(q, k, q_weight, k_weight, eps)
         _peers.sglang("layernorm.norm", "fused_inplace_qknorm")(q, k, q_weight, k_weight, eps)
 
+    def forward_triton(
+        self, q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float
+    ) -> None:
+        self.check(q, k, q_weight, k_weight, eps)
+        from hpcjit.ops.layernorm import _triton
+
+        _triton.qk_norm(self.op, q, k, q_weight, k_weight, eps)
+
 
 qk_norm_op = QkNormOp()
 define(qk_norm_op)

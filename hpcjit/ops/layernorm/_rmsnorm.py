@@ -40,6 +40,12 @@ class RmsNormOp(JitOp):
         self.check(input, weight, eps, out)
         _peers.sglang("layernorm.norm", self.peer)(input, weight, out, eps)
 
+    def forward_triton(self, input: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        self.check(input, weight, eps, out)
+        from hpcjit.ops.layernorm import _triton
+
+        _triton.rmsnorm(self.op, input, weight, eps, out, unit_offset=self.unit_offset)
+
 
 class GemmaRmsNormOp(RmsNormOp):
     op = "layernorm.gemma_rmsnorm"

@@ -75,6 +75,22 @@ class RmsNormQuantFp8Op(JitOp):
             scale.copy_(dynamic_scale(y))
         out.copy_(quantize(y, scale.to(y.dtype)))
 
+    def forward_triton(
+        self,
+        input: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        dynamic: bool,
+        out: torch.Tensor,
+        scale: torch.Tensor,
+    ) -> None:
+        """Dynamic scales only."""
+        self.check(input, residual, weight, eps, dynamic, out, scale)
+        from hpcjit.ops.layernorm import _triton
+
+        _triton.rmsnorm_quant_fp8(self.op, input, residual, weight, eps, dynamic, out, scale)
+
 
 rmsnorm_quant_fp8_op = RmsNormQuantFp8Op()
 define(rmsnorm_quant_fp8_op)

@@ -164,6 +164,22 @@ class TopkSoftmaxOp(JitOp):
         self.check(logits, top_k, renormalize, softcap, bias, weights, ids)
         _peers.sglang("moe.moe_topk_softmax", "topk_softmax")(weights, ids, logits, renormalize, softcap, bias)
 
+    def forward_triton(
+        self,
+        logits: torch.Tensor,
+        top_k: int,
+        renormalize: bool,
+        softcap: float,
+        bias: torch.Tensor | None,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+    ) -> None:
+        """No softcap."""
+        self.check(logits, top_k, renormalize, softcap, bias, weights, ids)
+        from hpcjit.ops.moe import _triton
+
+        _triton.topk_softmax(self.op, logits, top_k, renormalize, softcap, bias, weights, ids)
+
 
 def _softmax(x: torch.Tensor) -> torch.Tensor:
     """Softmax in which NaN weighs nothing, several +inf share, and a row without anything above -inf is all zero."""

@@ -1,7 +1,7 @@
 """Conversion to FP8 and other narrow formats."""
 
 from hpcjit.ops._lazy import lazy
-from hpcjit.ops._peers import SGLANG
+from hpcjit.ops._peers import SGLANG, TRITON_FP8
 from hpcjit.registry import register_fused_op
 from hpcjit.spec import CapabilityRequirement, KernelBackend
 
@@ -12,8 +12,10 @@ _MODULES = {
     "per_tensor_quant_fp8": "_per_tensor_quant_fp8",
 }
 
+_BASELINES = {"per_token_quant_fp8": TRITON_FP8}
+
 for _name, _module in _MODULES.items():
-    _backends = {KernelBackend.JIT: _JIT} | SGLANG
+    _backends = {KernelBackend.JIT: _JIT} | SGLANG | _BASELINES.get(_name, {})
     register_fused_op(f"quantization.{_name}", f"{__name__}.{_module}", f"{_name}_op", _backends)
 
 __getattr__, __dir__, __all__ = lazy(__name__, _MODULES)

@@ -33,6 +33,12 @@ class PerTokenQuantFp8Op(JitOp):
         self.check(input, out, scale)
         _peers.sglang("quantization.per_token_quant_fp8", "per_token_quant_fp8")(input, out, scale)
 
+    def forward_triton(self, input: torch.Tensor, out: torch.Tensor, scale: torch.Tensor) -> None:
+        self.check(input, out, scale)
+        from hpcjit.ops.quantization import _triton
+
+        _triton.per_token_quant_fp8(self.op, input, out, scale)
+
 
 per_token_quant_fp8_op = PerTokenQuantFp8Op()
 define(per_token_quant_fp8_op)
