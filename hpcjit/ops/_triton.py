@@ -49,7 +49,8 @@ def _warps(elements: int) -> int:
 @triton.jit
 def row_scale(y):
     """`max(max|y|, 1e-10) / 448` of a row in float32; NaN elements do not count."""
-    return tl.div_rn(tl.maximum(tl.max(tl.abs(y), axis=0), _SCALE_FLOOR), _E4M3_MAX)
+    largest = tl.max(tl.where(y == y, tl.abs(y), 0.0), axis=0)
+    return tl.div_rn(tl.maximum(largest, _SCALE_FLOOR), _E4M3_MAX)
 
 
 @triton.jit
