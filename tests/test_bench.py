@@ -139,7 +139,10 @@ class TestReport:
         ours, *others = runner.with_speedups([row("jit", 2.0), row("torch", 5.0), row("flashinfer", 3.0)])
         assert ours.speedup == {"torch": 2.5, "flashinfer": 1.5}
         assert not any(other.speedup for other in others)
-        assert report._against(ours) == "1.50x flashinfer"
+        headings = [heading for heading, _, _ in report._columns([ours, *others])]
+        assert headings[-2:] == ["x flashinfer", "x torch"]
+        assert report._over("flashinfer")(ours) == "1.50"
+        assert report._over("triton")(ours) == ""
 
     def test_footer_has_means_and_the_worst_ratio(self):
         rows = runner.with_speedups([row("jit", 2.0, target_us=2.5), row("torch", 8.0)])

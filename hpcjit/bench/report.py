@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ TABLES = "results.md"
 _JIT = KernelBackend.JIT.value
 _BACKENDS = [backend.value for backend in ORDER]
 _NOT_IN_JSON = ("environment", "load")
+
+
+Cell = Callable[[Row], str]
 
 
 def _number(value: float | None, digits: int = 2) -> str:
@@ -44,12 +47,9 @@ def _error(row: Row) -> str:
     return "" if row.err is None else f"{row.err:.1e}" + ("" if row.ok else "!")
 
 
-def _against(row: Row) -> str:
-    """Of the JIT row: the fastest other backend over its own time."""
-    if not row.speedup:
-        return ""
-    name = min(row.speedup, key=lambda peer: row.speedup[peer])
-    return f"{row.speedup[name]:.2f}x {name}"
+def _over(peer: str) -> Cell:
+    """Of the JIT row: the time of `peer` over its own."""
+    return lambda row: f"{row.speedup[peer]:.2f}" if peer in row.speedup else ""
 
 
 def _verdict(row: Row) -> str:
@@ -60,7 +60,7 @@ def _verdict(row: Row) -> str:
 
 
 # Heading, cell, whether it is a number.
-COLUMNS: tuple[tuple[str, Callable[[Row], str], bool], ...] = (
+COLUMNS: tuple[tuple[str, Cell, bool], ...] = (
     ("case", lambda row: row.case, False),
     ("backend", lambda row: row.backend, False),
     ("cold us", lambda row: _number(row.cold_us), True),
@@ -71,16 +71,18 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str], bool], ...] = (
     ("% ceiling", lambda row: _number(row.pct_of_ceiling, 1), True),
     ("floor us", lambda row: _number(row.floor_us), True),
     ("error", _error, True),
-    ("speed-up over best other", _against, True),
 )
-TARGET_COLUMNS: tuple[tuple[str, Callable[[Row], str], bool], ...] = (
+TARGET_COLUMNS: tuple[tuple[str, Cell, bool], ...] = (
     ("target us", lambda row: _number(row.target_us), True),
     ("verdict", _verdict, True),
 )
 
 
-def _columns(rows: Iterable[Row]) -> tuple[tuple[str, Callable[[Row], str], bool], ...]:
-    return COLUMNS + (TARGET_COLUMNS if any(row.target_us is not None for row in rows) else ())
+def _columns(rows: Sequence[Row]) -> tuple[tuple[str, Cell, bool], ...]:
+    """Columns for these rows: the speed-up over each backend that hpcjit was compared with, and targets if there are any."""
+    peers = [name for name in _BACKENDS if any(name in row.speedup for row in rows)]
+    speedups = tuple((f"x {name}", _over(name), True) for name in peers)
+    return COLUMNS + speedups + (TARGET_COLUMNS if any(row.target_us is not None for row in rows) else ())
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
@@ -149,6 +151,7 @@ def footer(rows: Sequence[Row], environment: Environment, ceilings: Ceilings) ->
         lines.append(f"ceiling: copy {ceilings.copy / 1e12:.2f} TB/s ({ceilings.source})")
     lines.append(f"hpcjit {facts.hpcjit}, commit {facts.commit}")
     lines.append("cold: graph of rotating copies (at most 200); hot: graph over one copy; host: one eager call")
+    lines.append("x BACKEND: its time over ours. Repeat a row: hpcjit bench OPERATOR --case CASE --backend BACKEND")
     return lines
 
 
