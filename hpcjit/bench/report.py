@@ -24,6 +24,7 @@ TABLES = "results.md"
 _JIT = KernelBackend.JIT.value
 _BACKENDS = [backend.value for backend in ORDER]
 _NOT_IN_JSON = ("environment", "load")
+_ONLY_IN_FILES = ("p20-p80", "floor us")  # a terminal is not wide enough
 
 
 Cell = Callable[[Row], str]
@@ -107,7 +108,7 @@ def print_tables(console: Console, rows: Sequence[Row], environment: Environment
 
 def _table(op: str, rows: Sequence[Row]) -> Table:
     table = Table(title=op, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
-    columns = _columns(rows)
+    columns = [column for column in _columns(rows) if column[0] not in _ONLY_IN_FILES]
     for heading, _, numeric in columns:
         table.add_column(heading, justify="right" if numeric else "left", no_wrap=True)
     last = ""
