@@ -325,7 +325,7 @@ class TestOnGpu:
         device = torch.device("cuda", torch.cuda.current_device())
         args = torch.ones(1 << 24, device=device), torch.empty(1 << 24, device=device)
         cold = timer.cold(lambda x, y: y.copy_(x), args, device)
-        hot = timer.hot(lambda x, y: y.copy_(x), args, device, cold.us)
+        hot = timer.hot(lambda x, y: y.copy_(x), args, device)
         assert cold.copies >= 2
         assert cold.p20 <= cold.us <= cold.p80
         assert 0 < hot.us <= 2 * cold.us

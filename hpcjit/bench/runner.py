@@ -206,7 +206,7 @@ class Bench:
                 row = replace(row, cold_us=sample.us, cold_p20=sample.p20, cold_p80=sample.p80)
                 row = replace(row, copies=sample.copies, timer=sample.timer)
             if self.l2 != "cold":
-                sample = timer.hot(call, args, self.device, row.cold_us or 20.0, or_eager=eager)
+                sample = timer.hot(call, args, self.device, or_eager=eager)
                 row = replace(row, hot_us=sample.us, timer=sample.timer)
             if self.host:
                 with use_backend(job.backend):

@@ -2,9 +2,10 @@
 
 Cold: a graph that runs the call over rotating copies of its arguments, together several times larger than L2, so that every
 call reads from memory. Small arguments stop at `MAX_COPIES` copies, which may then fit in L2: `Sample.copies` says how many
-there were. Hot: a graph that repeats the call on one copy. Each graph is replayed `REPLAYS` times between two events.
-Replays feed in-place operators their own results; normalisation and the like stay bounded under that, which a new in-place
-operator must also do to be timed here.
+there were. Hot: a graph that repeats the call on one copy. A graph holds about `GRAPH_SPAN_US` of work, so that starting it
+is lost in its time; it first runs for `WARM_UP_S`, until the clocks have risen, and is then replayed `REPLAYS` times, each
+between two events. Replays feed in-place operators their own results; normalisation and the like stay bounded under that,
+which a new in-place operator must also do to be timed here.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import torch
 from hpcjit import numerics
 
 MAX_COPIES = 200
-L2_ROUNDS = 4  # how many times over the cold copies exceed L2
+L2_ROUNDS = 8  # how many times over the cold copies exceed L2
 REPLAYS = 25
-HOT_NODES = 100
-HOT_SPAN_US = 2000.0
+GRAPH_SPAN_US = 2000.0
+MAX_NODES = 1000
+WARM_UP_S = 0.03
 BURST = 64  # eager calls between two synchronisations, well below the depth of the launch queue
 HOST_CALLS = 2048
 HOST_SPAN_S = 1.0
@@ -62,19 +64,24 @@ def cold(call: Call, args: Args, device: torch.device, or_eager: bool = False) -
     room = int(0.8 * free) // max(bytes_of(args), 1)
     copies = max(1, min(max(wanted, 2), MAX_COPIES, room))
     rotating = [numerics.copy_args(args) for _ in range(copies)]
-    return _on_device(call, rotating, 1, device, or_eager)
+    return _on_device(call, rotating, device, or_eager)
 
 
-def hot(call: Call, args: Args, device: torch.device, estimate_us: float, or_eager: bool = False) -> Sample:
-    """Time `call` repeated on one copy of its inputs; `estimate_us` sizes the graph."""
+def hot(call: Call, args: Args, device: torch.device, or_eager: bool = False) -> Sample:
+    """Time `call` repeated on one copy of its inputs."""
     own = numerics.copy_args(args)
     if device.type != "cuda":
         return _wall_clock(call, own)
-    repeats = int(min(max(HOT_SPAN_US / max(estimate_us, 0.1), 4), HOT_NODES))
-    return _on_device(call, [own], repeats, device, or_eager)
+    return _on_device(call, [own], device, or_eager)
 
 
-def _on_device(call: Call, rotating: Sequence[Args], repeats: int, device: torch.device, or_eager: bool) -> Sample:
+def _on_device(call: Call, rotating: Sequence[Args], device: torch.device, or_eager: bool) -> Sample:
+    for args in rotating[:2]:  # compiles, and fills what the first call fills
+        call(*args)
+    eager_us = span_us(lambda: [call(*args) for args in rotating[:8]], device) / len(rotating[:8])
+    rounds = GRAPH_SPAN_US / max(eager_us, 0.1) / len(rotating)
+    repeats = max(1, min(round(rounds), MAX_NODES // len(rotating)))
+
     def body() -> None:
         for _ in range(repeats):
             for args in rotating:
@@ -89,9 +96,10 @@ def _on_device(call: Call, rotating: Sequence[Args], repeats: int, device: torch
         if not or_eager:
             raise
         torch.cuda.synchronize(device)
-    for _ in range(3):
+    until = time.perf_counter() + WARM_UP_S
+    while time.perf_counter() < until:
         run()
-    torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)
     calls = len(rotating) * repeats
     times = [span_us(run, device) / calls for _ in range(REPLAYS)]
     return _sample(times, len(rotating), kind)
