@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ def describe(value: Any) -> str:
     """A short picture of a value for error messages, such as `bfloat16[2, 4096] on cuda:0`."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
-    return f"{type(value).__name__} {value!r}"
+    return f"{type(value).__name__} {' '.join(reprlib.repr(value).split())}"
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:
@@ -40,6 +41,8 @@ def tensor(
         raise ArgumentTypeError(op, name, "a tensor", describe(value))
     if value.layout != torch.strided:
         raise ArgumentTypeError(op, name, "a dense tensor", f"layout {value.layout}")
+    if value.is_nested:
+        raise ArgumentTypeError(op, name, "a dense tensor", "a nested one")
     if dtypes is not None and value.dtype not in dtypes:
         raise ArgumentTypeError(op, name, _names(dtypes), describe(value))
     if like is not None and value.device != like.device:
@@ -92,9 +95,11 @@ def no_grad(op: str, **tensors: torch.Tensor | None) -> None:
 
 
 def number(op: str, name: str, value: Any, *, low: float = -math.inf, high: float = math.inf) -> float:
-    """A finite real number in [low, high]."""
+    """A finite real number in [low, high]; an integer must fit into 64 bits, as torch's scalars do."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ArgumentTypeError(op, name, "a number", describe(value))
+    if isinstance(value, int) and value.bit_length() > 63:
+        raise ArgumentError(op, name, "a float or an integer of 64 bits", f"an integer of {value.bit_length() + 1}")
     if not math.isfinite(value) or not low <= value <= high:
         raise ArgumentError(op, name, f"a finite number in [{low:g}, {high:g}]", value)
     return float(value)
@@ -110,7 +115,7 @@ def integer(op: str, name: str, value: Any, *, low: int, high: int) -> int:
 
 
 def choice(op: str, name: str, value: Any, choices: Sequence[Any]) -> Any:
-    """One of a few values."""
-    if value not in choices:
-        raise ArgumentError(op, name, "one of " + ", ".join(map(repr, choices)), repr(value))
+    """One of a few values, of the same type: 1 is not True, and nothing foreign is compared."""
+    if not any(type(value) is type(known) and value == known for known in choices):
+        raise ArgumentError(op, name, "one of " + ", ".join(map(repr, choices)), describe(value))
     return value

@@ -144,6 +144,10 @@ class TestTorchLibrary:
         with torch.no_grad():
             operator(case.op)(*args)
 
+    def test_meta_tensors(self, case: Case):
+        """A call without memory is checked and does nothing, as that of a model on the meta device."""
+        call_public(case.op, case.args("meta"))
+
     def test_too_few_arguments(self, case: Case, device: torch.device):
         with pytest.raises(TypeError):
             operator(case.op)(*case.args(device)[:-1])

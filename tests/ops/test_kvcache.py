@@ -183,6 +183,7 @@ class TestRefused:
             self.refused(call | fp8, "k_scale", k_scale=bad)
         self.refused(call | fp8, "v_scale", "[1] or [3]", v_scale=torch.ones(2, device=m.device))
         self.refused(call | fp8, "v_scale", v_scale="0.5", error=ArgumentTypeError)
+        self.refused(call | fp8, "key_cache", "a tensor", key_cache=None, k_scale=2.0, error=ArgumentTypeError)
 
     def test_scales_need_a_float8_cache(self, m: Maker, call):
         """Also when the same call without them has been made before: a number is no part of its signature."""

@@ -148,6 +148,8 @@ class TestRefused:
         for shape in ((4, 1025), (4, 0), (2, 3, 8)):
             with pytest.raises(ArgumentError, match=r"1 to 1024 experts|top_k"):
                 topk_softmax(m.normal(*shape), 1)
+        with rejects(OP, "logits", match="1 to 1024 experts"):
+            topk_softmax(m.normal(4, 0), 4)
         with rejects(OP, "logits", match="rank 2"):
             topk_softmax(m.normal(8), 1)
         with rejects(OP, "logits", error=ArgumentTypeError, match="a tensor"):

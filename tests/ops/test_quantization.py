@@ -149,6 +149,9 @@ class TestGroups:
         out = m.poison(4, 512, dtype=FP8)
         with rejects(op, "group_size", out, match="one of 16, 32, 64, 128, 256"):
             per_token_group_quant_fp8(x, 100, out=out)
+        for flag in ("column_major_scales", "scale_ue8m0"):
+            with rejects(op, flag, match="one of False, True"):
+                per_token_group_quant_fp8(x, 128, **{flag: torch.tensor([1, 2])})
         with rejects(op, "input", match="multiple of 128 columns"):
             per_token_group_quant_fp8(m.normal(4, 500), 128)
         scale = m.poison(1, 4, dtype=torch.float32)

@@ -146,7 +146,7 @@ def silu_and_mul_quant_fp8(
         if group_size is None:
             scale = torch.empty((*out.shape[:-1], 1), dtype=torch.float32, device=input.device)
         else:
-            scale = plans.empty_group_scale(out, group_size, column_major_scales)
+            scale = plans.empty_group_scale(name, out, group_size, column_major_scales)
     args = (input, dynamic, group_size or 0, scale_ue8m0, out, scale)
     if torch.compiler.is_compiling():
         torch.ops.hpcjit.activation_silu_and_mul_quant_fp8(*args)

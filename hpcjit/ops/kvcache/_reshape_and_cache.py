@@ -14,7 +14,7 @@ from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan, raise_fault
 from hpcjit.ops._fp8 import quantize
 from hpcjit.ops._rows import TYPE_NAMES
-from hpcjit.ops._tensors import FLOATS, accumulation_dtype, distinct
+from hpcjit.ops._tensors import FLOATS, accumulation_dtype, distinct, require
 
 LAYOUTS = ("NHD", "HND")
 
@@ -185,6 +185,8 @@ class ReshapeAndCacheOp(JitOp):
         v_factor: float,
         layout: str,
     ) -> None:
+        if slot_mapping.is_meta:  # no slots to read
+            return
         num_pages, page_size = _nhd(key_cache, layout).shape[:2]
         limit = num_pages * page_size
         if settings.read().debug:
@@ -303,6 +305,7 @@ def _split_scale(name: str, scale: Scale, cache: torch.Tensor) -> tuple[torch.Te
     """The tensor and the number of a scale. A number is no part of a call's signature, so each is checked here."""
     if scale is None or isinstance(scale, torch.Tensor):
         return scale, 1.0
+    require(ReshapeAndCacheOp.op, "key_cache", cache, 4)
     _check_factor(name, scale, quantised=cache.dtype == torch.float8_e4m3fn)
     return None, float(scale)
 

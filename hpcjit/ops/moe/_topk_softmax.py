@@ -233,7 +233,7 @@ def topk_softmax(
     """
     require(TopkSoftmaxOp.op, "logits", logits, 2)
     if weights is None or ids is None:
-        checks.integer(TopkSoftmaxOp.op, "top_k", top_k, low=1, high=min(MAX_TOP_K, logits.shape[1]))
+        checks.integer(TopkSoftmaxOp.op, "top_k", top_k, low=1, high=min(MAX_TOP_K, logits.shape[1] or MAX_TOP_K))
     if weights is None:
         weights = logits.new_empty((logits.shape[0], top_k), dtype=torch.float32)
     if ids is None:

@@ -256,8 +256,9 @@ def _scale_strides(op: str, scale: torch.Tensor) -> tuple[int, int]:
     return checks.rows(op, "scale", scale[..., :1])[1], scale.stride(-1)
 
 
-def empty_group_scale(out: torch.Tensor, group_size: int, column_major: bool) -> torch.Tensor:
+def empty_group_scale(op: str, out: torch.Tensor, group_size: int, column_major: bool) -> torch.Tensor:
     """Memory for the scales of `out`. Column-major: the tokens of a group are neighbours, padded to 16 bytes."""
+    checks.choice(op, "column_major_scales", column_major, (False, True))
     tokens, groups = out.shape[:-1], out.shape[-1] // group_size
     if not column_major:
         return out.new_empty((*tokens, groups), dtype=torch.float32)

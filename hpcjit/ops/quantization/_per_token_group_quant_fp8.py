@@ -96,7 +96,7 @@ def per_token_group_quant_fp8(
         out = torch.empty(input.shape, dtype=torch.float8_e4m3fn, device=input.device)
     if out_scale is None:
         check_group_size(PerTokenGroupQuantFp8Op.op, group_size, input)
-        out_scale = empty_group_scale(out, group_size, column_major_scales)
+        out_scale = empty_group_scale(PerTokenGroupQuantFp8Op.op, out, group_size, column_major_scales)
     if torch.compiler.is_compiling():
         torch.ops.hpcjit.quantization_per_token_group_quant_fp8(input, group_size, scale_ue8m0, out, out_scale)
     elif backend is None:
