@@ -262,7 +262,7 @@ class _Fields:
 
     def _activation(self) -> str:
         name = self._values.get("hidden_act") or self._values.get("hidden_activation") or "silu"
-        if name not in _ACTIVATIONS:
+        if not isinstance(name, str) or name not in _ACTIVATIONS:
             raise FormatError(
                 f"{self._where}: field 'hidden_act' must be one of {', '.join(_ACTIVATIONS)}, got {name!r}"
             )

@@ -145,8 +145,13 @@ def _fill(where: str, maker: Maker, record: TraceRecord, name: str, signature: T
         flat = maker.normal(size, dtype=dtype)
     else:
         sample = [values[name] for values in record.values if name in values]
-        known = sample[0] if sample and len(sample[0]) == size and isinstance(sample[0][0], int) else range(size)
-        flat = torch.tensor(known, dtype=dtype, device=maker.device)
+        first = sample[0] if sample else ()
+        whole = len(first) == size and all(isinstance(value, int) for value in first)
+        known = first if whole else range(size)
+        try:
+            flat = torch.tensor(known, dtype=dtype, device=maker.device)
+        except (RuntimeError, ValueError, OverflowError) as error:
+            raise FormatError(f"{where}: the values of '{name}' do not fit {signature}: {error}") from None
     tensor = flat.view(signature.shape)
     if signature.stride is None:
         return tensor

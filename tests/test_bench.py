@@ -16,7 +16,9 @@ from hpcjit.bench.runner import Bench, Row
 from hpcjit.cli import main
 from hpcjit.errors import ArgumentError, BackendError, FormatError, UnknownOpError
 from hpcjit.ops.layernorm import rmsnorm
+from hpcjit.replay import cases_of_trace
 from hpcjit.spec import KernelBackend
+from hpcjit.trace_file import TensorSignature, Trace, TraceRecord
 
 CPU = torch.device("cpu")
 CASE = "32x4096"
@@ -293,6 +295,33 @@ class TestCommand:
         assert facts["op"] == "layernorm.rmsnorm"
         assert "bfloat16[3x64]" in facts["case"]
         assert facts["ok"]
+
+    @pytest.mark.parametrize("sample", [[], [2**70], [[0, 1]]], ids=["empty", "huge", "histogram"])
+    def test_samples_of_a_trace(self, sample: list, tmp_path: Path):
+        """An empty tensor has an empty sample; one that does not fit its dtype is a damaged trace."""
+        tokens = len(sample)
+        caches = dict.fromkeys(("key_cache", "value_cache"), "float32[2, 4, 1, 8]")
+        record = TraceRecord(
+            "kvcache.reshape_and_cache",
+            KernelBackend.TORCH,
+            {
+                name: TensorSignature.parse(text)
+                for name, text in {
+                    **dict.fromkeys(("key", "value"), f"float32[{tokens}, 1, 8]"),
+                    **caches,
+                    "slot_mapping": f"int64[{tokens}]",
+                }.items()
+            },
+            {"k_scale": None, "v_scale": None, "k_factor": 1.0, "v_factor": 1.0, "layout": "NHD"},
+            values=[{"slot_mapping": tuple(sample)}],
+        )
+        trace.save(tmp_path / "t.jsonl", Trace([record]))
+        (case,) = cases_of_trace(tmp_path / "t.jsonl", [])
+        if sample == [2**70]:
+            with pytest.raises(FormatError, match="'slot_mapping' do not fit int64"):
+                case.args("cpu")
+        else:
+            assert case.args("cpu")[4].tolist() == list(range(tokens))
 
 
 class TestPlots:

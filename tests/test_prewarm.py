@@ -143,6 +143,10 @@ class TestModels:
         with pytest.raises(FormatError, match=named):
             models.load(write(tmp_path, {**LLAMA, **change}))
 
+    def test_an_activation_that_is_no_name(self, tmp_path: Path):
+        with pytest.raises(FormatError, match="field 'hidden_act'"):
+            models.load(write(tmp_path, {**LLAMA, "hidden_act": ["silu"]}))
+
     @pytest.mark.parametrize("text", ["", "{", "[]", "3", "\x00", "[" * 100_000])
     def test_what_is_no_configuration(self, tmp_path: Path, text: str):
         with pytest.raises(FormatError, match=r"config\.json"):
