@@ -74,7 +74,7 @@ class TestMeasuring:
         assert row.gbps == pytest.approx(job.case.bytes / row.cold_us / 1e3)
         assert row.floor_us == pytest.approx(job.case.bytes / 1e6)
         assert row.pct_of_ceiling == pytest.approx(100 * row.floor_us / row.cold_us)
-        assert row.command == "hpcjit bench layernorm.rmsnorm --case 32x4096 --backend torch"
+        assert row.command == "hpcjit bench layernorm.rmsnorm --case 32x4096 --backend torch --device cpu"
         assert row.environment["commit"] == "abc"
 
     def test_host_time_of_the_public_call(self):
@@ -257,7 +257,16 @@ class TestCommand:
 
     def test_list_runs_nothing(self, capsys):
         assert main(["bench", "rmsnorm", "--device", "cpu", "--backend", "jit", "--list"]) == 0
-        assert "hpcjit bench layernorm.rmsnorm --case 32x4096 --backend jit" in capsys.readouterr().out
+        first = capsys.readouterr().out.splitlines()[0]
+        assert first.startswith("hpcjit bench layernorm.rmsnorm --case ")
+        assert first.endswith(" --backend jit --device cpu")
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPU")
+    def test_list_without_a_gpu_has_the_rows_of_one(self, capsys):
+        assert main(["bench", "rmsnorm", "--case", CASE, "--list"]) == 0
+        rows = capsys.readouterr().out.splitlines()
+        assert f"hpcjit bench layernorm.rmsnorm --case {CASE} --backend jit" in rows
+        assert f"hpcjit bench layernorm.rmsnorm --case {CASE} --backend torch" in rows
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPU")
     def test_no_gpu_is_said_before_anything_runs(self, capsys):
@@ -269,6 +278,10 @@ class TestCommand:
         [
             (["--backend", "nope"], "unknown backend"),
             (["--device", "toaster"], "--device"),
+            (["--device", "meta"], "--device"),
+            (["--device", "mps"], "--device"),
+            (["--time-limit", "nan"], "--time-limit"),
+            (["--time-limit", "-1"], "--time-limit"),
             (["--case", "nope"], "--case"),
             (["--plots"], "--out"),
             (["--against", "missing.json"], "missing.json"),

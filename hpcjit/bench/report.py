@@ -141,13 +141,14 @@ def _style(row: Row) -> str:
 def footer(rows: Sequence[Row], environment: Environment, ceilings: Ceilings) -> list[str]:
     """Geometric means, worst ratios, what it ran on, and how to repeat it."""
     facts = environment
-    versions = f"torch {facts.torch}, CUDA {facts.cuda}, python {facts.python}"
+    versions = f"torch {facts.torch}, CUDA {facts.cuda or 'none'}, python {facts.python}"
     lines = [_summary(peer, ratios) for peer, ratios in _ratios(rows).items()]
     graded = [row for row in rows if row.target_us and row.us and row.backend == _JIT]
     if graded:
         met = sum(row.us <= row.target_us for row in graded if row.us and row.target_us)
         lines.append(f"targets met: {met} of {len(graded)}")
-    lines.append(f"{facts.gpu}, driver {facts.driver or '?'}, clocks {facts.clocks or '?'}, {versions}")
+    known = {"driver": facts.driver, "clocks": facts.clocks}  # none of a CPU
+    lines.append(", ".join([facts.gpu, *(f"{name} {text}" for name, text in known.items() if text), versions]))
     if ceilings.copy:
         lines.append(f"ceiling: copy {ceilings.copy / 1e12:.2f} TB/s ({ceilings.source})")
     lines.append(f"hpcjit {facts.hpcjit}, commit {facts.commit}")

@@ -25,7 +25,7 @@ from hpcjit.jit_op import JitOp
 from hpcjit.naming import resolve_op
 from hpcjit.registry import ops, registry
 from hpcjit.replay import operator
-from hpcjit.spec import KernelBackend, PlatformInfo, did_you_mean
+from hpcjit.spec import DeviceType, KernelBackend, PlatformInfo, did_you_mean
 
 L2_MODES = ("cold", "hot", "both")
 
@@ -50,6 +50,7 @@ class Job:
     op: JitOp
     case: Case
     backend: KernelBackend
+    device: str = "cuda"
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -58,7 +59,8 @@ class Job:
     @property
     def command(self) -> str:
         """The command that repeats this row."""
-        return f"hpcjit bench {self.case.op} --case {shlex.quote(self.case.name)} --backend {self.backend}"
+        where = "" if self.device == "cuda" else f" --device {self.device}"
+        return f"hpcjit bench {self.case.op} --case {shlex.quote(self.case.name)} --backend {self.backend}{where}"
 
 
 @dataclass(frozen=True)
@@ -141,12 +143,14 @@ def make_jobs(cases: Iterable[Case], backends: Sequence[str], device: torch.devi
         declared = [spec.backend for spec in registry.specs(case.op)]
         for backend in [b for b in declared if b in wanted] if wanted else declared:
             if wanted or usable(op, backend, device):
-                jobs.append(Job(op, case, backend))
+                jobs.append(Job(op, case, backend, device.type))
     return sorted(jobs, key=lambda job: ORDER.index(job.backend))
 
 
 def usable(op: JitOp, backend: KernelBackend, device: torch.device) -> bool:
-    """Whether the operator has the backend and its requirements hold on the device."""
+    """Whether the operator has the backend and its requirements hold on the device; a GPU that is not there is a Hopper."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return backend in op.available_backends(PlatformInfo(DeviceType.CUDA, 9, 0))
     index = (device.index or 0) if device.type == "cuda" else -1
     return backend in op.available_backends(PlatformInfo.detect(index))
 

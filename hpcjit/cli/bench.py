@@ -38,12 +38,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-limit", type=float, metavar="S", help="start no new row after so many seconds")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu (references by wall clock)")
     parser.add_argument("--commit", help="commit to note in the rows, when this is not a checkout")
-    parser.add_argument("--list", action="store_true", help="only list the rows that would be measured")
+    parser.add_argument(
+        "--list", action="store_true", help="list the rows (without a GPU: those of a Hopper one) and stop"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    device = _device(options.device)
+    device = _device(options.device, listing=options.list)
+    if options.time_limit is not None and not options.time_limit > 0:
+        raise ArgumentError("bench", "--time-limit", "a positive number of seconds", options.time_limit)
     if (options.plots or options.resume) and options.out is None:
         raise ArgumentError("bench", "--out", "given with --plots and --resume", None)
     grades = targets.load(options.against) if options.against else None
@@ -68,17 +72,23 @@ def run(options: argparse.Namespace) -> int:
     return 1 if any(row.failed for row in rows) else 0
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str, *, listing: bool) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
         raise ArgumentError("bench", "--device", "cuda, cuda:N or cpu", name) from None
+    if device.type not in ("cuda", "cpu"):
+        raise ArgumentError("bench", "--device", "cuda, cuda:N or cpu", name)
     if device.type == "cuda" and not torch.cuda.is_available():
+        if listing:
+            return device
         raise BackendError(
             "bench needs a CUDA device and torch sees none; --device cpu times the references by wall clock, "
             "--list shows the rows"
         )
     if device.type == "cuda":
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ArgumentError("bench", "--device", f"one of {torch.cuda.device_count()} CUDA devices", name)
         torch.cuda.set_device(device if device.index is not None else torch.cuda.current_device())
         return torch.device("cuda", torch.cuda.current_device())
     return device
