@@ -41,6 +41,15 @@ def export_bundle(path: Path, selection: Selection = EVERYTHING) -> list[Entry]:
         entry.verify()
         contents |= {f"{name}/{file}": (entry.path / file).read_bytes() for file in (BINARY, MANIFEST)}
     index = {"format": FORMAT, "files": {name: _facts(content) for name, content in contents.items()}}
+    try:
+        _write(path, index, contents)
+    except OSError as failure:  # names a temporary file
+        raise CacheError(f"bundle {path} cannot be written: {failure.strerror}") from failure
+    return list(chosen.values())
+
+
+def _write(path: Path, index: dict[str, Any], contents: dict[str, bytes]) -> None:
+    """The file appears whole or not at all."""
     handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
@@ -51,7 +60,6 @@ def export_bundle(path: Path, selection: Selection = EVERYTHING) -> list[Entry]:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    return list(chosen.values())
 
 
 def import_bundle(path: Path) -> list[Entry]:
@@ -65,7 +73,8 @@ def import_bundle(path: Path) -> list[Entry]:
             with tarfile.open(path, mode="r:*") as archive:
                 names = _unpack(archive, staging)
         except (OSError, EOFError, ValueError, tarfile.TarError) as failure:
-            raise CacheError(f"{path} is not a readable bundle: {failure}") from failure
+            why = getattr(failure, "strerror", None) or str(failure).partition("\n")[0].rstrip(":")
+            raise CacheError(f"it is not a readable bundle: {why}") from failure
         staged = [_checked(staging / name) for name in names]
         return [cache.publish(entry.path, root / _name_of(entry)) for entry in staged]
     except CacheError as failure:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hpcjit import trace_file
-from hpcjit.errors import ArgumentError
+from hpcjit.errors import ArgumentError, ArgumentTypeError
 from hpcjit.spec import KernelBackend
 from hpcjit.trace_file import MAX_VALUES_PER_SAMPLE, Scalar, TensorSignature, Trace, TraceRecord, Values, load
 
@@ -39,6 +39,8 @@ class Recorder:
     """Collects records from any number of threads."""
 
     def __init__(self, max_signatures: int = 4096, values: bool = False) -> None:
+        if not isinstance(max_signatures, int):
+            raise ArgumentTypeError("enable_fused_op_trace", "max_signatures", "an integer", repr(max_signatures))
         if max_signatures < 1:
             raise ArgumentError("enable_fused_op_trace", "max_signatures", "at least 1", max_signatures)
         self._max_signatures = max_signatures

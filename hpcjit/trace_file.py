@@ -101,7 +101,7 @@ class Trace:
 
 
 def save(path: str | os.PathLike[str], trace: Trace) -> None:
-    """Write a trace. The file appears whole or not at all."""
+    """Write a trace. The file appears whole or not at all; OSError names `path`."""
     header = {
         "format": FORMAT,
         "version": VERSION,
@@ -132,10 +132,17 @@ def _write_whole(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(staged, path)
+    except OSError as failure:
+        _remove(staged)
+        raise OSError(failure.errno, failure.strerror, os.fspath(path)) from None
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            staged.unlink()
+        _remove(staged)
         raise
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):  # it may never have been there, like its folder
+        path.unlink()
 
 
 def load(path: str | os.PathLike[str]) -> Trace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import tarfile
 from pathlib import Path
@@ -158,6 +159,16 @@ def test_file_that_is_no_bundle(fresh, tmp_path, content):
         bundle.import_bundle(path)
     with pytest.raises(CacheError, match=r"missing\.tar\.gz"):
         bundle.import_bundle(tmp_path / "missing.tar.gz")
+
+
+@pytest.mark.parametrize("name", [".", "missing/kernels.tar.gz"])
+def test_export_to_a_place_that_cannot_be_written(stocked, tmp_path, name, monkeypatch):
+    """The message names what was asked for, not the temporary file beside it."""
+    monkeypatch.chdir(tmp_path)
+    before = set(tmp_path.iterdir())
+    with pytest.raises(CacheError, match=rf"^bundle {re.escape(name)} cannot be written: [A-Z]"):
+        bundle.export_bundle(Path(name))
+    assert set(tmp_path.iterdir()) == before
 
 
 def test_truncated_bundle(packed, fresh):

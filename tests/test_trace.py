@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpcjit import trace, trace_file
-from hpcjit.errors import ArgumentError, FormatError
+from hpcjit.errors import ArgumentError, ArgumentTypeError, FormatError
 from hpcjit.fused_op import BaseFusedOp
 from hpcjit.spec import KernelBackend
 from hpcjit.trace import TensorSignature, Trace, TraceRecord
@@ -152,6 +152,8 @@ class TestRecording:
     def test_a_bound_below_one_is_an_error(self):
         with pytest.raises(ArgumentError, match="max_signatures"):
             trace.enable_fused_op_trace(max_signatures=0)
+        with pytest.raises(ArgumentTypeError, match="'max_signatures' must be an integer, got '5'"):
+            trace.enable_fused_op_trace(max_signatures="5")
 
     def test_clear_and_enable_start_afresh(self, op):
         trace.enable_fused_op_trace()
@@ -316,6 +318,12 @@ class TestFile:
         finally:
             os.umask(before)
         assert stat.S_IMODE((tmp_path / "a.jsonl").stat().st_mode) == 0o640
+
+    def test_a_missing_folder_is_named_and_not_the_temporary_file(self, tmp_path):
+        path = tmp_path / "none" / "a.jsonl"
+        with pytest.raises(FileNotFoundError) as caught:
+            trace.save(path, SAMPLE)
+        assert caught.value.filename == str(path)
 
     def test_a_missing_file_is_an_os_error(self, tmp_path):
         with pytest.raises(FileNotFoundError):
