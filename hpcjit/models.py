@@ -142,8 +142,8 @@ def calls_of(op: str, sizes: Sizes, tokens: Sequence[int], dtype: torch.dtype) -
     """The calls that `op` amounts to for each number of tokens, with tensors that have no memory."""
     usage = usage_of(op)
     if len(sizes) != len(usage.sizes):
-        expected = "x".join(("num_tokens", *usage.sizes))
-        got = "x".join(map(str, (tokens[0] if len(tokens) == 1 else "num_tokens", *sizes)))
+        expected = " x ".join(("num_tokens", *usage.sizes))
+        got = " x ".join(map(str, (tokens[0] if len(tokens) == 1 else "num_tokens", *sizes)))
         raise ArgumentError(op, "--shapes", f"of the form {expected}", got)
     with collected() as calls:
         for count in tokens:

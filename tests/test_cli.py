@@ -47,6 +47,27 @@ class TestCommon:
         assert captured.err
         assert not captured.out
 
+    @pytest.mark.parametrize(
+        ("arguments", "named"),
+        [
+            (["ops", "list", "rmsnorm"], "takes no operator"),
+            (["ops", "show"], "needs an operator"),
+            (["trace", "show"], "required: FILE\n"),
+        ],
+    )
+    def test_wrong_usage_says_what_is_wrong(self, arguments: list[str], named: str, capsys):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert named in capsys.readouterr().err
+
+    def test_interrupted_while_a_command_is_imported(self, monkeypatch, capsys):
+        def interrupt(name: str) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("hpcjit.cli.importlib.import_module", interrupt)
+        assert main(["doctor"]) == 130
+        assert capsys.readouterr().err == "hpcjit: interrupted\n"
+
     def test_version(self, capsys):
         with pytest.raises(SystemExit):
             main(["--version"])
@@ -111,7 +132,9 @@ class TestOps:
         assert [row["op"] for row in rows] == ops()
         assert all("jit" in row["backends"] and row["summary"] for row in rows)
         assert main(["ops"]) == 0
-        assert f"{len(rows)} operators" in capsys.readouterr().out
+        text = capsys.readouterr().out
+        assert f"{len(rows)} operators" in text
+        assert all(row["op"] in text and " torch_compile " in text for row in rows)
 
     @NO_GPU
     def test_show_says_why_not(self, capsys):
@@ -172,7 +195,9 @@ class TestDemo:
         assert os.environ["HPCJIT_CACHE_DIR"] == before
         assert not inside.exists()
 
-    def test_an_unknown_operator(self, capsys):
+    def test_bad_input(self, capsys):
+        assert main(["demo", "--jobs", "0"]) == 2
+        assert "'--jobs' must be at least 1, got 0" in capsys.readouterr().err
         assert main(["demo", "rmsnrm"]) == 2
         assert "did you mean 'rmsnorm'" in capsys.readouterr().err
 
@@ -233,7 +258,7 @@ class TestCache:
         [
             (["show", "zzz"], "zzz"),
             (["import", "missing.tar.gz"], "missing.tar.gz"),
-            (["export", "/proc/nowhere/x.tar.gz"], "/proc/nowhere"),
+            (["export", "/proc/nowhere/x.tar.gz"], "bundle /proc/nowhere/x.tar.gz cannot be written"),
             (["ls", "--unused-for", "soon"], "--unused-for"),
         ],
     )

@@ -206,7 +206,7 @@ class TestBadInput:
             (["rmsnorm", "--shapes", "-1x4096"], "unrecognized"),
             (["rmsnorm", "--shapes", "0x4096"], "--shapes"),
             (["rmsnorm", "--shapes", "999999999x999999999"], "--shapes"),
-            (["rmsnorm", "--shapes", "32x4096x8"], "num_tokensxhidden_size"),
+            (["rmsnorm", "--shapes", "32x4096x8"], "num_tokens x hidden_size"),
             (["--shapes", "32x4096"], "used with an operator"),
             (["topk_softmax", "--shapes", "4x8x64"], "top_k"),
             (["--arch", "hopper"], "hopper"),

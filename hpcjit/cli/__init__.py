@@ -12,7 +12,7 @@ import hpcjit
 from hpcjit.errors import HpcjitError
 
 # Exit codes: 0 fine, 1 the command found something wrong, 2 the command could not do what was asked.
-OK, FOUND_WRONG, CANNOT = 0, 1, 2
+OK, FOUND_WRONG, CANNOT, INTERRUPTED = 0, 1, 2, 130
 
 COMMANDS = {
     "demo": "build and run every operator once, and check the results",
@@ -28,7 +28,11 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser(arguments)
+    try:
+        parser = _parser(arguments)  # imports the command, and with most of them torch
+    except KeyboardInterrupt:
+        print("hpcjit: interrupted", file=sys.stderr)
+        return INTERRUPTED
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help()
@@ -45,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return CANNOT
     except KeyboardInterrupt:
         print(f"hpcjit {options.command}: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 def _text(error: Exception) -> str:
@@ -56,7 +60,9 @@ def _text(error: Exception) -> str:
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="hpcjit", description=hpcjit.__doc__, epilog="hpcjit COMMAND --help explains a command."
+        prog="hpcjit",
+        description="CUDA kernels for LLM inference, compiled at first call and cached.",
+        epilog="hpcjit COMMAND --help explains a command.",
     )
     parser.add_argument("--version", action="version", version=f"hpcjit {hpcjit.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")

@@ -19,9 +19,10 @@ def console() -> Console:
 
 
 def progress_bar() -> Progress:
-    """A bar with the time left on standard error, gone when it is done."""
+    """A bar with the time left on standard error, gone when it is done; nothing where that is no terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
 
 
 def say(text: str) -> None:

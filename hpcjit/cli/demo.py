@@ -16,6 +16,7 @@ from rich.table import Table
 from hpcjit import __version__, demo, folders
 from hpcjit.cli import _show
 from hpcjit.demo import Machine, Result
+from hpcjit.errors import ArgumentError
 from hpcjit.naming import resolve_op
 
 
@@ -34,6 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.jobs is not None and options.jobs < 1:
+        raise ArgumentError("demo", "--jobs", "at least 1", options.jobs)
     chosen = demo.chosen_cases([resolve_op(name) for name in options.op])
     with demo.empty_cache() if options.fresh else contextlib.nullcontext():
         here = demo.machine()

@@ -26,9 +26,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.action == "show":
         if options.op is None:
-            options.parser.error("ops show needs an operator")
+            options.parser.error("show needs an operator")
         facts = _details(resolve_op(options.op))
         _show.print_json(facts) if options.json else _print_details(facts)
+    elif options.op is not None:
+        options.parser.error(f"list takes no operator; hpcjit ops show {options.op} explains one")
     else:
         rows = [_row(op, PlatformInfo.detect()) for op in ops()]
         _show.print_json(rows) if options.json else _print_rows(rows)
@@ -52,8 +54,10 @@ def _docstring(op: str) -> str:
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("operator", no_wrap=True)
-    table.add_column("backends (bold: run here)", no_wrap=True)
+    # What does not fit is cut off at the right, never a name.
+    table.add_column("operator", no_wrap=True, min_width=max(len(row["op"]) for row in rows))
+    widest = max(len(" ".join(row["backends"])) for row in rows)
+    table.add_column("backends (bold: run here)", no_wrap=True, min_width=widest)
     table.add_column("what it does", overflow="ellipsis", no_wrap=True)
     for row in rows:
         order = sorted(row["backends"], key=lambda name: (name != "jit", name.startswith("torch"), name))

@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "action", choices=("show", "summary"), help="show every record, or calls per operator and backend"
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="a saved trace")
-    parser.add_argument("op", nargs="*", metavar="OP", help="operators to keep (default: all)")
+    parser.add_argument("op", nargs="*", default=[], metavar="OP", help="operators to keep (default: all)")
     _show.add_json(parser)
     parser.set_defaults(run=run)
 
