@@ -115,8 +115,14 @@ def capture(body: Callable[[], Any], device: torch.device, warm_up: Callable[[],
     torch.cuda.current_stream(device).wait_stream(stream)
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body()
+    try:
+        with torch.cuda.graph(graph):
+            body()
+    except RuntimeError:
+        # torch's default generator would go on believing that it is being captured; a copy of its state does not.
+        generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
     return graph
 
 
