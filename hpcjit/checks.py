@@ -11,8 +11,6 @@ import torch
 
 from hpcjit.errors import ArgumentError, ArgumentTypeError
 
-MAX_ELEMENTS = 2**62  # byte offsets of the widest dtype must stay inside int64
-
 
 def describe(value: Any) -> str:
     """A short picture of a value for error messages, such as `bfloat16[2, 4096] on cuda:0`."""

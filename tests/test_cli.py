@@ -77,6 +77,7 @@ class TestCommon:
         command = f"set -o pipefail; {sys.executable} -m hpcjit ops --json | head -c 1"
         root = Path(__file__).parent.parent
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=root)
+        assert done.stdout == "["
         assert "Traceback" not in done.stderr
         assert "Exception" not in done.stderr
 
