@@ -376,6 +376,7 @@ class TestOnGpu:
         device = torch.device("cuda", torch.cuda.current_device())
         sample = timer.cold(lambda x: x.sum().item(), (torch.ones(1024, device=device),), device, or_eager=True)
         assert sample.timer == "eager"
+        torch.randn(8, device=device)  # refused if torch's generator still believed in the failed capture
 
     def test_every_demo_case_is_measured(self):
         assert main(["bench", "rmsnorm", "--case", CASE, "--backend", "jit,torch"]) == 0
