@@ -50,8 +50,19 @@ def _verbosity() -> int:
     return min(max(int(value), 0), 2) if value.isdigit() else 1
 
 
+_parsed: tuple[tuple[str | None, ...], Settings] | None = None
+
+
 def read() -> Settings:
-    """Parse the environment as it is now."""
+    """The environment as it is now; parsed anew when one of the variables has changed."""
+    global _parsed
+    values = tuple(map(os.environ.get, (*VARIABLES, "HOME")))  # HOME decides what ~ means
+    if _parsed is None or _parsed[0] != values:
+        _parsed = values, _parse()
+    return _parsed[1]
+
+
+def _parse() -> Settings:
     layers = os.environ.get("HPCJIT_CACHE_PATH", "").split(os.pathsep)
     return Settings(
         cache_dir=_path("HPCJIT_CACHE_DIR"),
