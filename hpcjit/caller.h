@@ -85,10 +85,15 @@ static int add_tensor(const Caller* self, PyObject* object, int i, Signature* s)
     return 0;  // subclasses may mean something else
   if (self->exchange->tensor_from_object(object, &t) || t.ndim > MAX_NDIM) return 0;
   s->address[i] = (uint64_t)(uintptr_t)t.data + t.byte_offset;
+  uint64_t same =
+      0;  // 1 + the first earlier argument at this address: a call on one tensor twice is another call
+  for (int k = 0; k < i && !same && s->address[i]; ++k) {
+    if (self->kinds[k] == 't' && s->address[k] == s->address[i]) same = (uint64_t)k + 1;
+  }
   // ndim takes four bits of its byte, the address within 16 bytes the others.
-  s->words[s->count++] = t.code | (uint64_t)t.bits << 8 | (uint64_t)t.lanes << 16 | (uint64_t)t.ndim << 32 |
-                         (s->address[i] & 15) << 36 | (uint64_t)(uint8_t)t.device_type << 40 |
-                         (uint64_t)(uint16_t)t.device_id << 48;
+  s->words[s->count++] = t.code | (uint64_t)t.bits << 8 | (uint64_t)(uint8_t)t.lanes << 16 | same << 24 |
+                         (uint64_t)t.ndim << 32 | (s->address[i] & 15) << 36 |
+                         (uint64_t)(uint8_t)t.device_type << 40 | (uint64_t)(uint16_t)t.device_id << 48;
   for (int d = 0; d < t.ndim; ++d) {
     s->words[s->count++] = (uint64_t)t.shape[d];
     s->words[s->count++] = (uint64_t)t.strides[d];

@@ -44,6 +44,7 @@ class PythonCaller:
 
     def _signature(self, args: tuple[Any, ...]) -> Hashable | None:
         key: list[Any] = []
+        seen: dict[int, int] = {}  # first argument at each address
         grad = torch.is_grad_enabled()
         for kind, value in zip(self.kinds, args, strict=True):
             if kind != "t" or value is None:
@@ -51,7 +52,10 @@ class PythonCaller:
             elif type(value) not in PLAIN_TENSORS or (grad and value.requires_grad):
                 return None
             else:
-                key += (value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15)
+                address = value.data_ptr()
+                first = seen.setdefault(address, len(key)) if address else len(key)
+                same = None if first == len(key) else first
+                key += (value.shape, value.stride(), value.dtype, value.device, address & 15, same)
         return tuple(key)
 
 

@@ -81,6 +81,14 @@ def rows(op: str, name: str, value: torch.Tensor, *, written: bool = False) -> t
     return count, stride
 
 
+def apart(op: str, name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Refuse two arguments that begin at the same memory where both are written."""
+    if torch.compiler.is_compiling() or value.device.type == "meta" or not value.numel():
+        return  # there are no addresses to compare
+    if value.data_ptr() == other.data_ptr():
+        raise ArgumentError(op, name, f"other memory than '{other_name}': both are written", describe(value))
+
+
 def no_grad(op: str, **tensors: torch.Tensor | None) -> None:
     """Refuse tensors that autograd is following: the operators have no backward and would cut the graph silently."""
     if not torch.is_grad_enabled():

@@ -7,6 +7,7 @@ without memory. What the cache holds is not compiled again, so an interrupted ru
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -15,9 +16,11 @@ from typing import Any
 
 from hpcjit import build, folders, progress
 from hpcjit.cases import Case
-from hpcjit.errors import CacheError, HpcjitError
+from hpcjit.errors import BackendError, CacheError, HpcjitError
 from hpcjit.jit_op import JitOp, Plan
+from hpcjit.registry import registry
 from hpcjit.replay import operator
+from hpcjit.spec import DeviceType, KernelBackend, PlatformInfo
 
 MAX_JOBS = 16
 
@@ -59,14 +62,27 @@ def plan_of(op: JitOp, args: tuple[Any, ...]) -> Plan | None:
 
 
 def items(calls: Iterable[tuple[JitOp, tuple[Any, ...]]], archs: Sequence[str]) -> list[Item]:
-    """The different kernels that the calls need, for each architecture."""
+    """The different kernels that the calls need, for each architecture.
+
+    Raises:
+        BackendError: an operator does not run on one of the architectures.
+    """
     found: dict[tuple[int, build.Config, str], Item] = {}
     for op, args in calls:
         plan = plan_of(op, args)
+        for arch in archs:
+            if reason := registry.get(op.op, KernelBackend.JIT).why_not(platform_of(arch)):
+                raise BackendError(f"{op.op} cannot be built for {arch}: {reason}")
         for arch in archs if plan else ():
             assert plan is not None
             found.setdefault((id(plan.template), plan.config, arch), Item(op.op, plan.template, plan.config, arch))
     return list(found.values())
+
+
+def platform_of(arch: str) -> PlatformInfo:
+    """The device that an architecture such as `sm_90a` names."""
+    digits = re.sub(r"\D", "", arch)
+    return PlatformInfo(DeviceType.CUDA, int(digits[:-1]), int(digits[-1]))
 
 
 def calls_of_cases(cases: Iterable[Case]) -> Iterator[tuple[JitOp, tuple[Any, ...]]]:

@@ -171,6 +171,21 @@ def test_whatever_may_matter_is_in_the_signature(toy, change) -> None:
     assert len(stub.calls) == 2
 
 
+def test_one_tensor_twice_is_another_call_than_two_tensors(toy) -> None:
+    op, stub = toy
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    op.forward_jit(*arguments(x, y=y))
+    op.forward_jit(*arguments(y, y=x))
+    assert op.planned == 1
+    op.forward_jit(*arguments(x, y=x))
+    op.forward_jit(*arguments(y, y=y))
+    assert op.planned == 2
+    op.forward_jit(*arguments(x, y=y, out=x))
+    op.forward_jit(*arguments(x, y=y, out=y))
+    assert op.planned == 4
+    assert len(stub.calls) == 6
+
+
 def test_a_bad_float_is_refused_even_when_the_shapes_are_known(toy) -> None:
     op, stub = toy
     op.forward_jit(*arguments())

@@ -257,3 +257,17 @@ class TestBadInput:
     def test_shapes_of_an_operator_that_models_do_not_call(self):
         with pytest.raises(ArgumentError, match=r"did you mean 'layernorm\.rmsnorm'"):
             models.usage_of("layernorm.rmsnorms")
+
+
+@pytest.mark.parametrize(
+    ("arch", "sm"), [("sm_80", (8, 0)), ("sm_90a", (9, 0)), ("sm_100a", (10, 0)), ("sm_120", (12, 0))]
+)
+def test_the_device_of_an_architecture(arch: str, sm: tuple[int, int]):
+    assert prewarm.platform_of(arch).sm == sm
+
+
+def test_an_architecture_that_an_operator_does_not_run_on_is_refused_before_any_compile(capsys):
+    assert main(["prewarm", "rmsnorm", "--arch", "sm_90a", "sm_75"]) == 2
+    captured = capsys.readouterr()
+    assert "layernorm.rmsnorm cannot be built for sm_75: needs cuda SM >= 8.0" in captured.err
+    assert not captured.out

@@ -12,7 +12,7 @@ import hpcjit
 from hpcjit.errors import HpcjitError
 
 # Exit codes: 0 fine, 1 the command found something wrong, 2 the command could not do what was asked.
-OK, FOUND_WRONG, CANNOT, INTERRUPTED = 0, 1, 2, 130
+OK, CANNOT, INTERRUPTED = 0, 2, 130  # 1 is for what a command found wrong
 
 COMMANDS = {
     "demo": "build and run every operator once, and check the results",

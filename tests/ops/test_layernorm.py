@@ -205,6 +205,18 @@ class TestQkNormRefused:
             qk_norm(q.expand(2, 4, 64), m.normal(2, 4, 64), w, w)
 
 
+def test_one_tensor_in_two_written_places_is_refused(m):
+    """Also when the same shapes have run on two tensors before: the plan of that call must not serve this one."""
+    x, y, weight = m.normal(3, 64), m.normal(3, 64), m.normal(64)
+    fused_add_rmsnorm(x, y, weight)
+    with rejects("layernorm.fused_add_rmsnorm", "residual", x, match="other memory"):
+        fused_add_rmsnorm(x, x, weight)
+    q = m.normal(3, 2, 64)
+    qk_norm(q, q.clone(), weight, weight)
+    with rejects("layernorm.qk_norm", "k", q, match="other memory"):
+        qk_norm(q, q, weight, weight)
+
+
 @pytest.mark.gpu
 def test_a_cold_kernel_is_refused_while_a_graph_is_captured():
     """The error names the operator that was called, not the template it shares; afterwards all is as before."""

@@ -26,8 +26,10 @@ __global__ void __launch_bounds__(Config::kThreads) gated_kernel(const __grid_co
   constexpr int kVec = Config::kVec;
   constexpr int kVecs = Config::kVecsPerThread;
   constexpr Activation kKind = Activation(Config::kActivation);
+  constexpr Cache kIn = Config::kStreamIn ? Cache::kStream : Cache::kDefault;
+  constexpr Cache kOut = Config::kStreamOut ? Cache::kStream : Cache::kDefault;
 
-  pdl::trigger();
+  pdl::trigger_at<Config::kTrigger, pdl::kAtStart>();
   const uint32_t row_vecs = uint32_t(p.hidden_size / kVec);
   const int64_t first = int64_t(blockIdx.x) * (Config::kThreads * kVecs);
   const int64_t first_row = first / row_vecs;
@@ -51,8 +53,8 @@ __global__ void __launch_bounds__(Config::kThreads) gated_kernel(const __grid_co
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
     if (!inside[i]) continue;
-    gate[i].template load<Cache::kStream>(source[i]);
-    up[i].template load<Cache::kStream>(source[i] + p.hidden_size);
+    gate[i].template load<kIn>(source[i]);
+    up[i].template load<kIn>(source[i] + p.hidden_size);
   }
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
@@ -64,12 +66,9 @@ __global__ void __launch_bounds__(Config::kThreads) gated_kernel(const __grid_co
     for (int j = 0; j < kVec; ++j) g[j] = activate<kKind, sizeof(input_t) == 4>(g[j]) * u[j];
     Vec<input_t, kVec> y;
     y.from(g);
-    if constexpr (Config::kStreamOut) {
-      y.template store<Cache::kStream>(target[i]);
-    } else {
-      y.store(target[i]);
-    }
+    y.template store<kOut>(target[i]);
   }
+  pdl::trigger_at<Config::kTrigger, pdl::kAtEnd>();
 }
 
 template <class Config>

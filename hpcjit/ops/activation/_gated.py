@@ -28,7 +28,9 @@ class GatedConfig(Config):
     vec: int = 8
     vecs_per_thread: int = 1
     activation: int = SILU
+    stream_in: bool = True
     stream_out: bool = False
+    trigger: int = 0
     pdl: bool = True
 
 

@@ -22,6 +22,7 @@ class FusedAddRmsNormOp(JitOp):
         check_norm(self.op, input, weight, eps, input_written=True)
         checks.tensor(self.op, "residual", residual, dtypes=(input.dtype,), shape=input.shape, like=input)
         checks.rows(self.op, "residual", residual, written=True)
+        checks.apart(self.op, "residual", residual, "input", input)
         checks.no_grad(self.op, residual=residual)
 
     def plan(self, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Plan | str:

@@ -60,6 +60,7 @@ class QkNormOp(JitOp):
             raise ArgumentError(self.op, "k", expected, checks.describe(k))
         distinct(self.op, "q", q)
         distinct(self.op, "k", k)
+        checks.apart(self.op, "k", k, "q", q)
         for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
             checks.tensor(self.op, name, weight, dtypes=(q.dtype, torch.float32), shape=q.shape[2:], like=q)
         if k_weight.dtype != q_weight.dtype:

@@ -35,6 +35,7 @@ class RmsNormQuantFp8Op(JitOp):
         if residual is not None:
             checks.tensor(self.op, "residual", residual, dtypes=(input.dtype,), shape=input.shape, like=input)
             checks.rows(self.op, "residual", residual, written=True)
+            checks.apart(self.op, "residual", residual, "input", input)
         checks.tensor(self.op, "out", out, dtypes=(torch.float8_e4m3fn,), shape=input.shape, like=input)
         checks.rows(self.op, "out", out, written=True)
         shape = (*input.shape[:-1], 1) if dynamic else (1,)
