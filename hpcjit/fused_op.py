@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+import sys
 import threading
 import warnings
 import weakref
@@ -321,7 +322,15 @@ class BaseFusedOp(ABC):
         if not self._warned:
             self._warned = True
             message = f"{self.op}: the forced backend {backend} is not used: {reason}"
-            warnings.warn(message, RuntimeWarning, stacklevel=5)
+            warnings.warn(message, RuntimeWarning, stacklevel=_level_of_caller())
+
+
+def _level_of_caller() -> int:
+    """The `stacklevel` at which a warning of the calling function points outside of this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "hpcjit":
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _argument_names(cls: type[BaseFusedOp]) -> tuple[str, ...]:

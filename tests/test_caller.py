@@ -334,3 +334,9 @@ def test_each_tensor_has_an_alignment_of_its_own(toy) -> None:
     op.forward_jit(*arguments(moved))
     op.forward_jit(*arguments(out=moved))
     assert op.planned == 2
+
+    def test_the_warning_of_a_forced_backend_points_at_the_call(self, runs) -> None:
+        op, _, _ = runs
+        with use_backend("flashinfer"), pytest.warns(RuntimeWarning, match="forced backend flashinfer") as caught:
+            op.fast(*arguments())
+        assert Path(caught[0].filename) == Path(__file__)
