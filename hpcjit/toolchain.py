@@ -28,6 +28,7 @@ from hpcjit.errors import ToolchainError
 
 DEFAULT_HOMES: tuple[str, ...] = ("/usr/local/cuda", "/usr/lib/nvidia-cuda-toolkit", "/usr/lib/cuda")
 DEFAULT_ARCH = "sm_90a"
+FIRST_PIP_NVCC = 13  # nvidia-cuda-nvcc-cu12 holds ptxas and no nvcc
 REMEDY = "pip install 'hpcjit[nvcc]', or set HPCJIT_CUDA_HOME to a CUDA toolkit"
 
 _ARCH = re.compile(r"sm_(\d{2,3})([af]?)")
@@ -130,12 +131,18 @@ def find_nvcc() -> Nvcc:
     if misfits:
         raise ToolchainError(
             f"torch {_torch_version()} uses CUDA {wanted} and kernels must be compiled by an nvcc of that major version; "
-            "found only\n"
-            + "\n".join(misfits)
-            + f"\nRemedy: set HPCJIT_CUDA_HOME to a CUDA {wanted} toolkit, or pip install "
-            f"'cuda-toolkit[nvcc,cccl,cudart]=={wanted}.*'."
+            "found only\n" + "\n".join(misfits) + f"\nRemedy: {_remedy(wanted)}."
         )
-    raise ToolchainError("no usable nvcc found. Looked in\n" + "\n".join(looked) + f"\nRemedy: {REMEDY}.")
+    raise ToolchainError("no usable nvcc found. Looked in\n" + "\n".join(looked) + f"\nRemedy: {_remedy(wanted)}.")
+
+
+def _remedy(cuda_major: int | None) -> str:
+    if cuda_major is None or cuda_major >= FIRST_PIP_NVCC:
+        return REMEDY
+    return (
+        f"set HPCJIT_CUDA_HOME to a CUDA {cuda_major} toolkit (pip's packages hold no nvcc before CUDA {FIRST_PIP_NVCC}), "
+        f"or install a torch that uses CUDA {FIRST_PIP_NVCC}"
+    )
 
 
 def _nvcc_candidates() -> Iterator[tuple[str, Path | None]]:

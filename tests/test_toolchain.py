@@ -234,3 +234,15 @@ def test_discovery_does_not_import_torch_and_agrees_with_it():
     expected = int(torch.version.cuda.split(".")[0]) if torch.version.cuda else None
     code = "from hpcjit import toolchain\nprint(toolchain.torch_cuda_major())\nassert 'torch' not in sys.modules"
     assert output(python(code)) == str(expected)
+
+
+@pytest.mark.parametrize(
+    ("major", "remedy"), [(13, "hpcjit[nvcc]"), (12, "a CUDA 12 toolkit (pip's packages hold no nvcc")]
+)
+def test_the_remedy_is_one_that_works(bare, monkeypatch, major, remedy):
+    """pip's CUDA 12 packages hold ptxas and no nvcc, so installing them must not be the advice."""
+    monkeypatch.setattr(toolchain, "torch_cuda_major", lambda: major)
+    with pytest.raises(ToolchainError) as caught:
+        toolchain.find_nvcc()
+    assert remedy in str(caught.value)
+    assert ("pip install" in str(caught.value)) == (major == 13)
