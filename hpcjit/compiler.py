@@ -194,6 +194,9 @@ class _Patches:
             extension = _import_extension()
             stack.enter_context(_attribute(extension, "CUDA_HOME", "cuda"))
             stack.enter_context(_attribute(extension, "TORCH_LIB_PATH", "lib"))
+            # torch 2.8 adds the architectures of all visible GPUs although our flags name one, and fails where there is none.
+            if hasattr(extension, "_get_cuda_arch_flags"):
+                stack.enter_context(_attribute(extension, "_get_cuda_arch_flags", lambda cflags=None: []))
             if hasattr(extension, "FileLock"):  # torch locks the build folder, which is private and may be on a disk
                 stack.enter_context(_attribute(extension, "FileLock", contextlib.nullcontext))  # without locks
             self.undo = stack.pop_all()
