@@ -11,6 +11,8 @@ import torch
 
 from hpcjit.errors import ArgumentError, ArgumentTypeError
 
+_NUMBERS = (int, float)  # a tuple: torch 2.8 cannot trace isinstance with a union
+
 
 def describe(value: Any) -> str:
     """A short picture of a value for error messages, such as `bfloat16[2, 4096] on cuda:0`."""
@@ -102,7 +104,7 @@ def no_grad(op: str, **tensors: torch.Tensor | None) -> None:
 
 def number(op: str, name: str, value: Any, *, low: float = -math.inf, high: float = math.inf) -> float:
     """A finite real number in [low, high]; an integer must fit into 64 bits, as torch's scalars do."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, _NUMBERS):
         raise ArgumentTypeError(op, name, "a number", describe(value))
     if isinstance(value, int) and value.bit_length() > 63:
         raise ArgumentError(op, name, "a float or an integer of 64 bits", f"an integer of {value.bit_length() + 1}")
