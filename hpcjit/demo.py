@@ -133,7 +133,7 @@ def _cross_compiled(references: dict[str, Result], arch: str, jobs: int | None) 
         wanted += [
             replace(item, op=result.case.op) for item in prewarm.items(prewarm.calls_of_cases([result.case]), [arch])
         ]
-    for outcome in prewarm.run(wanted, jobs):
+    for outcome in prewarm.run(wanted, jobs, keep=False):
         result = references[outcome.item.op]
         if outcome.error:
             yield replace(result, error=str(outcome.error))

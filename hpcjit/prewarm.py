@@ -91,13 +91,13 @@ def calls_of_cases(cases: Iterable[Case]) -> Iterator[tuple[JitOp, tuple[Any, ..
         yield operator(case.op), case.args("meta")
 
 
-def run(wanted: Sequence[Item], jobs: int | None = None) -> Iterator[Outcome]:
+def run(wanted: Sequence[Item], jobs: int | None = None, *, keep: bool = True) -> Iterator[Outcome]:
     """Compile what the cache lacks, several at a time; outcomes come as they finish.
 
     Raises:
-        CacheError: the cache folder cannot be written.
+        CacheError: the cache folder cannot be written, so that nothing would be kept (not asked with `keep=False`).
     """
-    if problem := folders.root_problem():
+    if keep and (problem := folders.root_problem()):
         raise CacheError(f"nothing can be prewarmed: {problem}")
     with progress.silenced(), ThreadPoolExecutor(max(jobs or default_jobs(), 1)) as pool:
         futures = [pool.submit(_have, item) for item in wanted]

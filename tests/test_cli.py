@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpcjit import __version__, demo, numerics, settings, trace
+from hpcjit import __version__, build, demo, folders, numerics, settings, trace
 from hpcjit.cli import COMMANDS, main
 from hpcjit.cli.doctor import examine
 from hpcjit.ops.layernorm import rmsnorm
@@ -317,3 +318,18 @@ class TestTrace:
     def test_a_missing_file(self, capsys):
         assert main(["trace", "show", "missing.jsonl"]) == 2
         assert "missing.jsonl" in capsys.readouterr().err
+
+
+def test_the_demo_also_compiles_where_nothing_can_be_kept(monkeypatch, tmp_path):
+    """A cache folder that cannot be made costs one warning; kernels are then built for this process alone."""
+    monkeypatch.setenv("HPCJIT_CACHE_DIR", "/proc/nowhere")
+    monkeypatch.setattr(folders, "_private", {})
+    build.forget()
+    here = demo.Machine(torch.device("cpu"), "sm_90a", "nvcc")
+    (case,) = demo.chosen_cases(["moe.topk_softmax"])
+    (result,) = demo.run(here, [case])
+    assert not result.error
+    assert result.build_s > 0
+    for private in folders._private.values():
+        shutil.rmtree(private, ignore_errors=True)
+    build.forget()
