@@ -1,7 +1,9 @@
 // Programmatic dependent launch. Rules kept by every kernel here: wait() before the first read of anything a
-// predecessor may have written and before the first write of anything it may still read; trigger() as early
-// as possible. An early trigger is safe because a dependent's own wait() returns only after this grid has
-// finished and flushed its writes. Both are no-ops when the launch did not ask for it.
+// predecessor may have written and before the first write of anything it may still read; trigger() where
+// measurement says. It is safe anywhere, because a dependent's own wait() returns only after this grid has
+// finished and flushed its writes. Early hides the dependent's launch, which is what counts for a small
+// kernel; in a large one, blocks that wait for their turn take room from blocks that work. Both are no-ops
+// when the launch did not ask for it.
 #pragma once
 
 namespace hpcjit::pdl {
