@@ -14,12 +14,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from hpcjit import build, caller, launch, settings
+from hpcjit import build, caller, launch, settings, workspace
 from hpcjit.errors import ArgumentError
 from hpcjit.fused_op import BaseFusedOp
 
 MAX_PLANS = 8192  # per operator; a server sees a few hundred signatures, unbounded sequence lengths must not leak
 
+_MEMORY = ("workspace", "counters")  # launch parameters, as caller.h numbers them
 _ARGUMENT = re.compile(r"(Tensor|float|int|bool|str|ScalarType)(\([a-z]!\))?\??\s+(\w+)")
 
 
@@ -30,14 +31,17 @@ class Plan:
     A launch parameter that carries the name of an operator argument takes that argument: the address of a tensor, or a
     float. `values` gives the others: a number, or the name of the tensor argument whose address it takes. The parameter
     `workspace` is the address of `workspace_bytes` of scratch; `fault` that of a record that device code fills in debug
-    mode when it meets a bad index (0 otherwise), explained by `fault_text`.
+    mode when it meets a bad index (0 otherwise), explained by `fault_text`. With a `fault_width` positions count along
+    the rows of a table, one per request, and the second line of `fault_text` explains those of requests (-1 - request).
     """
 
     template: build.Template
     config: build.Config
     values: Mapping[str, int | float | str] = field(default_factory=dict)
     workspace_bytes: int = 0
+    counter_bytes: int = 0
     fault_text: str = ""
+    fault_width: int = 0
 
 
 NOTHING = "nothing to launch"  # a plan for empty inputs
@@ -139,14 +143,18 @@ class JitOp(BaseFusedOp):
         kernel = build.load(plan.template, plan.config, device=device, op=self.op)
         debug = settings.read().debug
         sources = [self._source(name, plan.values.get(name, name)) for name in plan.template.params]
-        if anywhere or debug or plan.workspace_bytes:
-            return _with_scratch(self, plan, kernel, device, sources, debug)
-        sources = [("constant", 0) if source == "scratch" else (source, value) for source, value in sources]
-        return caller.bound(self._caller, kernel, device, sources)
+        needs = plan.workspace_bytes, plan.counter_bytes
+        need = workspace.Need(device, *needs) if any(needs) else None
+        if anywhere or debug:
+            return _watched(self, plan, kernel, device, sources, need, debug)
+        sources = [("constant", 0) if source == "fault" else (source, value) for source, value in sources]
+        return caller.bound(self._caller, kernel, device, sources, need)
 
     def _source(self, name: str, value: int | float | str) -> caller.Source:
-        if name in ("fault", "workspace"):
-            return "scratch", name
+        if name == "fault":
+            return "fault", 0
+        if name in _MEMORY:
+            return "memory", _MEMORY.index(name)
         if not isinstance(value, str):
             return "constant", value
         if value not in self.arguments:
@@ -159,34 +167,39 @@ def _do_nothing(*args: Any) -> None:
     pass
 
 
-def _with_scratch(
-    op: JitOp, plan: Plan, kernel: launch.Kernel, device: int, sources: list[caller.Source], debug: bool
+def _watched(
+    op: JitOp,
+    plan: Plan,
+    kernel: launch.Kernel,
+    device: int,
+    sources: list[caller.Source],
+    need: workspace.Need | None,
+    debug: bool,
 ) -> Callable[..., None]:
     def run(*args: Any) -> None:
-        scratch: dict[str, int] = {"fault": 0, "workspace": 0}
-        if plan.workspace_bytes:
-            memory = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=f"cuda:{device}")
-            scratch["workspace"] = memory.data_ptr()
-        watched = debug and plan.fault_text and not launch.capturing()
-        if watched:
-            fault = torch.zeros(4, dtype=torch.int64, device=f"cuda:{device}")
-            scratch["fault"] = fault.data_ptr()
+        stream = launch.raw_stream(device)
+        block = workspace.NO_BLOCK if need is None else need.provide(stream)
+        record, address = None, 0
+        if debug and plan.fault_text and not launch.capturing():
+            record = torch.zeros(4, dtype=torch.int64, device=f"cuda:{device}")
+            address = record.data_ptr()
         slots = [
-            scratch[value] if source == "scratch" else caller.slot_value(source, value, args)
-            for source, value in sources
+            address if source == "fault" else caller.slot_value(source, value, args, block) for source, value in sources
         ]
-        kernel.launch(device, launch.raw_stream(device), *slots)
-        if watched:
-            raise_fault(op.op, plan.fault_text, fault.tolist())
+        kernel.launch(device, stream, *slots)
+        if record is not None:
+            raise_fault(op.op, plan.fault_text, record.tolist())
 
     return run
 
 
-def raise_fault(op: str, text: str, record: list[int]) -> None:
-    """Raise what device code found wrong: `record` is [count, position, value, limit]."""
+def raise_fault(op: str, text: str, record: list[int], width: int = 0) -> None:
+    """Raise what device code found wrong: `record` is [count, position, value, limit]; see `Plan` for the others."""
     count, position, value, limit = record
     if count:
-        argument, _, expected = text.partition(": ")
-        raise ArgumentError(
-            op, argument, expected.format(limit=limit), f"{value} at position {position} ({count} such entries)"
-        )
+        argument, _, expected = text.splitlines()[1 if width and position < 0 else 0].partition(": ")
+        where = f"position {position}"
+        if width:
+            row, column = divmod(position, width)
+            where = f"request {-1 - position}" if position < 0 else f"request {row}, position {column}"
+        raise ArgumentError(op, argument, expected.format(limit=limit), f"{value} at {where} ({count} such entries)")
