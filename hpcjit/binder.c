@@ -154,7 +154,7 @@ static PyMethodDef methods[] = {
     {"caller", make_caller, METH_VARARGS,
      "caller(kinds, exchange, Tensor, Parameter, grad_enabled, miss) -> callable(*args)"},
     {"bound", make_bound, METH_VARARGS,
-     "bound(address, device, owner, fail, slots) -> what a caller can launch"},
+     "bound(address, device, owner, fail, slots[, memory]) -> what a caller can launch"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -4,6 +4,10 @@
 // Signature), looks it up, and runs what is remembered for it: a Bound, whose launch it makes itself, or any callable.
 // A signature not seen before, or a call that has none, goes to miss(key or None, args).
 //
+// A launch that needs memory finds that of its stream in a dict, unless the stream is being captured or has too little: then
+// `provide` of hpcjit/workspace.py is asked. The GIL is held from there to the launch, so no other thread can come between
+// and have the memory replaced and reused first.
+//
 // Tensors are read through the DLPack exchange functions that torch.Tensor publishes (`__dlpack_c_exchange_api__`, DLPack
 // 1.2 and later): address, shape, strides and dtype in one C call of some 20 ns. Included by binder.c.
 #pragma once
@@ -32,8 +36,14 @@ typedef struct Exchange {
 
 enum { DL_CUDA = 2, MAX_ARGS = 24, MAX_NDIM = 8, MAX_WORDS = MAX_ARGS * (2 + 2 * MAX_NDIM) };
 
-// Where a slot of a Bound comes from: a constant, the address of argument `index`, or its value as a double.
-enum { FROM_CONSTANT = 0, FROM_ADDRESS = 1, FROM_FLOAT = 2 };
+// Where a slot of a Bound comes from: a constant, the address of argument `index`, its value as a double, or the stream's
+// memory of kind `index`.
+enum { FROM_CONSTANT = 0, FROM_ADDRESS = 1, FROM_FLOAT = 2, FROM_MEMORY = 3 };
+enum { SCRATCH = 0, COUNTERS = 1, MEMORY_KINDS = 2 };
+
+// cuStreamGetCaptureInfo_v2: status 0 outside of a capture; the last four may be NULL.
+typedef int (*capture_function)(void* stream, int* status, uint64_t* id, void* graph, void* nodes,
+                                void* count);
 
 typedef struct {
   PyObject_HEAD
@@ -41,6 +51,11 @@ typedef struct {
   PyObject* owner;  // keeps the binary open
   PyObject* fail;
   int device;
+  // What launches on a stream share, as a dict: stream -> (address, bytes, ...) of each kind; NULL: none is needed.
+  PyObject* streams;
+  PyObject* provide;         // (stream) -> such a tuple with enough of each
+  capture_function capture;  // NULL: always ask `provide`
+  uint64_t need[MEMORY_KINDS];
   Py_ssize_t num_slots;
   struct {
     int from;
@@ -157,17 +172,51 @@ static int sign(const Caller* self, PyObject* const* args, Signature* s) {
   return !follows_grad(self, args);
 }
 
+static int fits(const Bound* bound, PyObject* memory, uint64_t* address) {
+  if (!PyTuple_CheckExact(memory) || PyTuple_GET_SIZE(memory) < 2 * MEMORY_KINDS) return 0;
+  for (int i = 0; i < MEMORY_KINDS; ++i) {
+    address[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(memory, 2 * i));
+    if (PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(memory, 2 * i + 1)) < bound->need[i]) return 0;
+  }
+  return 1;
+}
+
+// The memory of a launch on `stream`, as a new reference that has to be held until then.
+static PyObject* find_memory(const Bound* bound, void* stream, uint64_t* address) {
+  PyObject* key = PyLong_FromVoidPtr(stream);
+  if (!key) return NULL;
+  int status = 0;
+  uint64_t id = 0;
+  const int eager = bound->capture && !bound->capture(stream, &status, &id, NULL, NULL, NULL) && !status;
+  PyObject* found = eager ? PyDict_GetItemWithError(bound->streams, key) : NULL;
+  Py_XINCREF(found);
+  if (!found || !fits(bound, found, address)) {
+    Py_XDECREF(found);
+    found = PyErr_Occurred() ? NULL : PyObject_CallOneArg(bound->provide, key);
+    if (found && !fits(bound, found, address)) {
+      Py_CLEAR(found);
+      if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "too little memory was provided");
+    }
+  }
+  Py_DECREF(key);
+  return found;
+}
+
 static PyObject* run_bound(const Caller* self, const Bound* bound, const Signature* s) {
-  uint64_t slots[MAX_SLOTS];
+  uint64_t slots[MAX_SLOTS], memory[MEMORY_KINDS] = {0, 0};
+  void* stream = NULL;
+  if (self->exchange->current_stream(DL_CUDA, bound->device, &stream)) return NULL;
+  PyObject* held = bound->streams ? find_memory(bound, stream, memory) : NULL;
+  if (bound->streams && !held) return NULL;
   for (Py_ssize_t i = 0; i < bound->num_slots; ++i) {
     const int index = bound->slots[i].index;
     slots[i] = bound->slots[i].from == FROM_CONSTANT  ? bound->slots[i].word
                : bound->slots[i].from == FROM_ADDRESS ? s->address[index]
-                                                      : s->number[index];
+               : bound->slots[i].from == FROM_FLOAT   ? s->number[index]
+                                                      : memory[index];
   }
-  void* stream = NULL;
-  if (self->exchange->current_stream(DL_CUDA, bound->device, &stream)) return NULL;
   const int code = bound->launch(slots, bound->device, stream);
+  Py_XDECREF(held);
   if (code) return PyObject_CallFunction(bound->fail, "i()", code);
   Py_RETURN_NONE;
 }
@@ -240,12 +289,16 @@ static int bound_traverse(PyObject* object, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(object));
   Py_VISIT(((Bound*)object)->owner);
   Py_VISIT(((Bound*)object)->fail);
+  Py_VISIT(((Bound*)object)->streams);
+  Py_VISIT(((Bound*)object)->provide);
   return 0;
 }
 
 static int bound_clear(PyObject* object) {
   Py_CLEAR(((Bound*)object)->owner);
   Py_CLEAR(((Bound*)object)->fail);
+  Py_CLEAR(((Bound*)object)->streams);
+  Py_CLEAR(((Bound*)object)->provide);
   return 0;
 }
 
@@ -335,8 +388,10 @@ static PyObject* make_bound(PyObject* module, PyObject* args) {
   (void)module;
   unsigned long long address;
   int device;
-  PyObject *owner, *handler, *slots;
-  if (!PyArg_ParseTuple(args, "KiOOO!", &address, &device, &owner, &handler, &PyTuple_Type, &slots))
+  PyObject *owner, *handler, *slots, *streams = NULL, *provide = NULL;
+  unsigned long long capture = 0, scratch = 0, counters = 0;
+  if (!PyArg_ParseTuple(args, "KiOOO!|(O!OKKK)", &address, &device, &owner, &handler, &PyTuple_Type, &slots,
+                        &PyDict_Type, &streams, &provide, &capture, &scratch, &counters))
     return NULL;
   const Py_ssize_t count = PyTuple_GET_SIZE(slots);
   if (!address || count > MAX_SLOTS)
@@ -347,6 +402,11 @@ static PyObject* make_bound(PyObject* module, PyObject* args) {
   self->owner = Py_NewRef(owner);
   self->fail = Py_NewRef(handler);
   self->device = device;
+  self->streams = Py_XNewRef(streams);
+  self->provide = Py_XNewRef(provide);
+  self->capture = (capture_function)(uintptr_t)capture;
+  self->need[SCRATCH] = scratch;
+  self->need[COUNTERS] = counters;
   self->num_slots = count;
   PyObject_GC_Track(self);
   for (Py_ssize_t i = 0; i < count; ++i) {  // (from, argument index, constant as an unsigned 64-bit word)
@@ -356,7 +416,8 @@ static PyObject* make_bound(PyObject* module, PyObject* args) {
       Py_DECREF(self);
       return NULL;
     }
-    if (from < FROM_CONSTANT || from > FROM_FLOAT || index < 0 || index >= MAX_ARGS) {
+    const int limit = from != FROM_MEMORY ? MAX_ARGS : streams ? MEMORY_KINDS : 0;
+    if (from < FROM_CONSTANT || from > FROM_MEMORY || index < 0 || index >= limit) {
       Py_DECREF(self);
       return PyErr_Format(PyExc_ValueError, "slot %zd: source %d of argument %d", i, from, index);
     }

@@ -15,15 +15,16 @@ from typing import Any
 
 import torch
 
-from hpcjit import binder
+from hpcjit import binder, workspace
 from hpcjit.launch import Kernel, raw_stream
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 Miss = Callable[[Any, tuple[Any, ...]], None]
-# Where a launch slot comes from: ("constant", value), ("address", argument) or ("float", argument).
+# Where a launch slot comes from: ("constant", value), ("address", argument), ("float", argument), or ("memory", 0 or 1):
+# the stream's scratch or counters.
 Source = tuple[str, Any]
 
-_FROM = {"constant": 0, "address": 1, "float": 2}
+_FROM = {"constant": 0, "address": 1, "float": 2, "memory": 3}
 
 
 class PythonCaller:
@@ -69,17 +70,21 @@ def make(kinds: str, miss: Miss) -> Any:
     return PythonCaller(kinds, miss)
 
 
-def bound(caller: Any, kernel: Kernel, device: int, sources: list[Source]) -> Any:
+def bound(caller: Any, kernel: Kernel, device: int, sources: list[Source], need: workspace.Need | None = None) -> Any:
     """What `caller` may remember for a launch of `kernel` whose slots come from `sources`."""
     if isinstance(caller, PythonCaller):
-        return _bound_in_python(kernel, device, sources)
+        return _bound_in_python(kernel, device, sources, need)
     slots = []
     for kind, (source, value) in zip(kernel.kinds, sources, strict=True):
         constant = source == "constant"
         slots.append((_FROM[source], 0 if constant else value, _word(kind, value) if constant else 0))
     fast = binder.module()
     assert fast is not None
-    return fast.bound(kernel.address, device, kernel, kernel._fail, tuple(slots))
+    memory: tuple[Any, ...] = ()
+    if need is not None:
+        sizes = (need.scratch_bytes, need.counter_bytes)
+        memory = ((need.streams, need.provide, workspace.capture_query_address(), *sizes),)
+    return fast.bound(kernel.address, device, kernel, kernel._fail, tuple(slots), *memory)
 
 
 def _word(kind: str, value: Any) -> int:
@@ -88,17 +93,23 @@ def _word(kind: str, value: Any) -> int:
     return int(value) % 2**64
 
 
-def _bound_in_python(kernel: Kernel, device: int, sources: list[Source]) -> Callable[..., None]:
+def _bound_in_python(
+    kernel: Kernel, device: int, sources: list[Source], need: workspace.Need | None
+) -> Callable[..., None]:
     def run(*args: Any) -> None:
-        kernel.launch(device, raw_stream(device), *[slot_value(source, value, args) for source, value in sources])
+        stream = raw_stream(device)
+        block = workspace.NO_BLOCK if need is None else need.provide(stream)
+        kernel.launch(device, stream, *[slot_value(source, value, args, block) for source, value in sources])
 
     return run
 
 
-def slot_value(source: str, value: Any, args: tuple[Any, ...]) -> Any:
+def slot_value(source: str, value: Any, args: tuple[Any, ...], block: workspace.Block) -> Any:
     """The value of one slot in a call."""
     if source == "constant":
         return value
+    if source == "memory":
+        return block[2 * value]
     if source == "float":
         return float(args[value])
     return 0 if args[value] is None else args[value].data_ptr()

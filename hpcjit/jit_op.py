@@ -30,8 +30,9 @@ class Plan:
 
     A launch parameter that carries the name of an operator argument takes that argument: the address of a tensor, or a
     float. `values` gives the others: a number, or the name of the tensor argument whose address it takes. The parameter
-    `workspace` is the address of `workspace_bytes` of scratch; `fault` that of a record that device code fills in debug
-    mode when it meets a bad index (0 otherwise), explained by `fault_text`. With a `fault_width` positions count along
+    `workspace` is the address of `workspace_bytes` of scratch, which holds anything; `counters` that of `counter_bytes` that
+    are zero, and that the launch leaves zero (`workspace.py`). `fault` is the address of a record that device code fills in
+    debug mode when it meets a bad index (0 otherwise), explained by `fault_text`. With a `fault_width` positions count along
     the rows of a table, one per request, and the second line of `fault_text` explains those of requests (-1 - request).
     """
 
@@ -188,7 +189,7 @@ def _watched(
         ]
         kernel.launch(device, stream, *slots)
         if record is not None:
-            raise_fault(op.op, plan.fault_text, record.tolist())
+            raise_fault(op.op, plan.fault_text, record.tolist(), plan.fault_width)
 
     return run
 

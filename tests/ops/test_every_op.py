@@ -37,7 +37,7 @@ class TestPlans:
             assert any(t.numel() == 0 for t in tensors(args)), "only an empty call launches nothing"
             return
         assert isinstance(plan, Plan)
-        known = {*plan.values, *op.arguments, "workspace", "fault"}
+        known = {*plan.values, *op.arguments, "workspace", "counters", "fault"}
         assert set(plan.template.params) <= known
         assert "workspace" not in plan.template.params or plan.workspace_bytes or not plan.config.dynamic
 
