@@ -15,6 +15,7 @@ import torch
 from hpcjit import ops
 from hpcjit.errors import ArgumentError, FormatError
 from hpcjit.jit_op import JitOp
+from hpcjit.ops.attention._decode_shape import HEAD_DIMS, MAX_GROUP
 from hpcjit.replay import dtype_of
 from hpcjit.spec import did_you_mean
 
@@ -98,7 +99,15 @@ def _cache(m: Make, num_kv_heads: int, head_dim: int) -> Any:
     return ops.kvcache.reshape_and_cache(key, value, *caches, slots)
 
 
+def _decode(m: Make, num_q_heads: int, num_kv_heads: int, head_dim: int) -> Any:
+    """Each token is a request."""
+    caches = [m.weight(m.tokens, PAGE_SIZE, num_kv_heads, head_dim) for _ in range(2)]
+    table, lengths = (torch.empty(*size, dtype=torch.int32, device="meta") for size in ((m.tokens, 64), (m.tokens,)))
+    return ops.attention.decode(m.rows(num_q_heads, head_dim), *caches, table, lengths)
+
+
 USAGES: dict[str, Usage] = {
+    "attention.decode": Usage(("num_q_heads", "num_kv_heads", "head_dim"), _decode),
     "layernorm.rmsnorm": _norm("rmsnorm"),
     "layernorm.gemma_rmsnorm": _norm("gemma_rmsnorm"),
     "layernorm.fused_add_rmsnorm": _add_norm("fused_add_rmsnorm"),
@@ -278,11 +287,20 @@ def calls_of_model(
 ) -> list[tuple[JitOp, tuple[Any, ...]]]:
     """The calls of one forward pass, of the operators in `known`, with heads and widths divided among `shards` GPUs."""
     calls = []
+    dtype = dtype or model.dtype
     for op, usage in USAGES.items():
         if op in known and _uses(model, op, usage):
             for sizes in _sizes(model, usage, shards):
-                calls += calls_of(op, sizes, tokens, dtype or model.dtype)
+                if op != "attention.decode" or _attends(sizes, dtype):
+                    calls += calls_of(op, sizes, tokens, dtype)
     return calls
+
+
+def _attends(sizes: Sizes, dtype: torch.dtype) -> bool:
+    """Whether `attention.decode` takes such heads; a model whose attention is of another kind has none of its calls."""
+    num_q_heads, num_kv_heads, head_dim = sizes
+    group, rest = divmod(num_q_heads, num_kv_heads)
+    return not rest and group <= MAX_GROUP and (head_dim, head_dim) in HEAD_DIMS and dtype != torch.float32
 
 
 def _uses(model: Model, op: str, usage: Usage) -> bool:

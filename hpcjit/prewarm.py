@@ -61,21 +61,25 @@ def plan_of(op: JitOp, args: tuple[Any, ...]) -> Plan | None:
     return plan if isinstance(plan, Plan) else None
 
 
-def items(calls: Iterable[tuple[JitOp, tuple[Any, ...]]], archs: Sequence[str]) -> list[Item]:
+def items(calls: Iterable[tuple[JitOp, tuple[Any, ...]]], archs: Sequence[str], *, named: bool = True) -> list[Item]:
     """The different kernels that the calls need, for each architecture.
 
     Raises:
-        BackendError: an operator does not run on one of the architectures.
+        BackendError: an operator does not run on one of the architectures. One that nobody `named` is left out there, unless
+            none is left.
     """
     found: dict[tuple[int, build.Config, str], Item] = {}
+    refused: dict[str, str] = {}
     for op, args in calls:
         plan = plan_of(op, args)
         for arch in archs:
             if reason := registry.get(op.op, KernelBackend.JIT).why_not(platform_of(arch)):
-                raise BackendError(f"{op.op} cannot be built for {arch}: {reason}")
-        for arch in archs if plan else ():
-            assert plan is not None
-            found.setdefault((id(plan.template), plan.config, arch), Item(op.op, plan.template, plan.config, arch))
+                refused[arch] = f"{op.op} cannot be built for {arch}: {reason}"
+            elif plan is not None:
+                found.setdefault((id(plan.template), plan.config, arch), Item(op.op, plan.template, plan.config, arch))
+    for arch, text in refused.items():
+        if named or all(item.arch != arch for item in found.values()):
+            raise BackendError(text)
     return list(found.values())
 
 

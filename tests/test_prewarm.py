@@ -107,6 +107,23 @@ class TestModels:
         assert "layernorm.layernorm" in called
         assert not any("rmsnorm" in op for op in called)
 
+    @pytest.mark.parametrize(
+        ("change", "attends"),
+        [
+            ({}, True),
+            ({"head_dim": 80}, False),
+            ({"torch_dtype": "float32"}, False),
+            ({"num_attention_heads": 32, "num_key_value_heads": 1}, False),
+            ({"num_attention_heads": 30, "num_key_value_heads": 8, "head_dim": 128}, False),
+        ],
+    )
+    def test_decode_is_for_heads_that_it_takes(self, tmp_path: Path, change, attends: bool):
+        model = models.load(write(tmp_path, LLAMA | change))
+        calls = models.calls_of_model(model, ["attention.decode"])
+        assert bool(calls) == attends
+        for op, args in calls:
+            op.check(*args)
+
     def test_sizes_are_divided_among_gpus(self, tmp_path: Path):
         model = models.load(write(tmp_path, LLAMA))
         widths = {args[0].shape[-1] for op, args in models.calls_of_model(model, ["activation.silu_and_mul"], shards=8)}
@@ -271,3 +288,11 @@ def test_an_architecture_that_an_operator_does_not_run_on_is_refused_before_any_
     captured = capsys.readouterr()
     assert "layernorm.rmsnorm cannot be built for sm_75: needs cuda SM >= 8.0" in captured.err
     assert not captured.out
+
+
+def test_an_architecture_that_only_some_operators_run_on(capsys):
+    """Of all operators those that run there are meant; one that is named has to."""
+    calls = list(prewarm.calls_of_cases([*cases_of("layernorm.qk_norm"), *cases_of("attention.decode", "demo")]))
+    assert {item.op for item in prewarm.items(calls, ["sm_80"], named=False)} == {"layernorm.qk_norm"}
+    assert main(["prewarm", "decode", "--arch", "sm_80"]) == 2
+    assert "attention.decode cannot be built for sm_80: needs cuda SM >= 9.0" in capsys.readouterr().err

@@ -88,7 +88,7 @@ def _wanted(options: argparse.Namespace) -> list[Item]:
         calls += _calls_of_trace(options.trace, ops)
     if options.cases or not (options.shapes or options.model or options.trace):
         calls += prewarm.calls_of_cases(case for case in cases.all_cases() if case.op in ops)
-    found = prewarm.items(calls, archs)
+    found = prewarm.items(calls, archs, named=bool(options.op))
     return [item for item in found if item.template.op in templates] if templates else found
 
 
