@@ -148,7 +148,8 @@ class JitOp(BaseFusedOp):
         need = workspace.Need(device, *needs) if any(needs) else None
         if anywhere or debug:
             return _watched(self, plan, kernel, device, sources, need, debug)
-        sources = [("constant", 0) if source == "fault" else (source, value) for source, value in sources]
+        absent = {"fault"} if need else {"fault", "memory"}
+        sources = [("constant", 0) if source in absent else (source, value) for source, value in sources]
         return caller.bound(self._caller, kernel, device, sources, need)
 
     def _source(self, name: str, value: int | float | str) -> caller.Source:
