@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import decode_grid
 import torch
 
 from hpcjit.cases import Args, Maker
@@ -319,6 +320,11 @@ def _qk_entries() -> Iterator[Entry]:
         yield Entry("layernorm.qk_norm", label, lambda m, call=call: entry(m, *call), why)
 
 
+def _decode_entries() -> Iterator[Entry]:
+    for label, batch, why in decode_grid.calls():
+        yield Entry("attention.decode", label, batch, why)
+
+
 GRID: list[Entry] = [
     *_row_entries(),
     *_norm_options(),
@@ -327,4 +333,5 @@ GRID: list[Entry] = [
     *_cache_entries(),
     *_topk_entries(),
     *_qk_entries(),
+    *_decode_entries(),
 ]

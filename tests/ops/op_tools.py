@@ -32,6 +32,7 @@ OPS = [
     "quantization.per_tensor_quant_fp8",
     "kvcache.reshape_and_cache",
     "moe.topk_softmax",
+    "attention.decode",
 ]
 
 
@@ -68,6 +69,8 @@ def as_public(op: str, args: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]
             for side in "kv"
         }
         return list(args[:5]), {**scales, "layout": named["layout"]}
+    if group == "attention":
+        return list(args[:5]), _options_of_decode(named)
     # In the others the outputs and options have the names of the schema, but for `scale`.
     keywords = {"out", "scale_ue8m0", "renormalize", "softcap", "bias", "weights", "ids"}
     if name == "layernorm":
@@ -76,6 +79,13 @@ def as_public(op: str, args: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]
     if "scale" in named:
         options["out_scale"] = named["scale"]
     return [value for key, value in named.items() if key not in keywords and key != "scale"], options
+
+
+def _options_of_decode(named: dict[str, Any]) -> dict[str, Any]:
+    same = ("scale", "cu_seqlens_q", "max_q_len", "q_scale", "sinks", "out", "lse", "layout", "schedule")
+    scales = {f"{x}_scale": named[f"{x}_factor"] if named[f"{x}_scale"] is None else named[f"{x}_scale"] for x in "kv"}
+    options = {"window": named["window"] or None, "softcap": named["softcap"] if named["capped"] else None}
+    return {name: named[name] for name in same} | scales | options | {"return_lse": named["lse"] is not None}
 
 
 def _scale(named: dict[str, Any]) -> dict[str, Any]:
