@@ -96,7 +96,7 @@ class TestPublic:
         one = lambda value: torch.full((1,), value, device=m.device)  # noqa: E731
         numbers = decode(*a[:5], q_scale=2.0, k_scale=0.5, v_scale=4.0)
         tensors = decode(*a[:5], q_scale=one(2.0), k_scale=one(0.5), v_scale=one(4.0))
-        assert numerics.error(numbers, tensors.double()) <= 2**-8
+        assert numerics.error(numbers, tensors.double()) <= 2**-7, "one step of bfloat16"
 
     def test_max_q_len_follows_from_the_batch(self, m: Maker):
         a = TINY.but(q_lens=4).named(m)
