@@ -36,6 +36,7 @@ DEFAULT_PRIORITY: tuple[KernelBackend, ...] = (
     KernelBackend.JIT,
     KernelBackend.AOT,
     KernelBackend.FLASHINFER,
+    KernelBackend.FLASHINFER_XQA,
     KernelBackend.FLASH_ATTN,
     KernelBackend.DEEPGEMM,
     KernelBackend.TRITON,
@@ -165,6 +166,9 @@ class BaseFusedOp(ABC):
         raise NotImplementedError
 
     def forward_flashinfer(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def forward_flashinfer_xqa(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
     def forward_flash_attn(self, *args: Any, **kwargs: Any) -> Any:

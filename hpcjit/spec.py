@@ -55,6 +55,7 @@ class KernelBackend(str, Enum):
     TORCH_COMPILE = "torch_compile"  # the reference through torch.compile
     TRITON = "triton"
     FLASHINFER = "flashinfer"
+    FLASHINFER_XQA = "flashinfer_xqa"  # the XQA kernels in FlashInfer, which rival its own
     FLASH_ATTN = "flash_attn"
     DEEPGEMM = "deepgemm"
     AOT = "aot"  # ahead-of-time binaries of other packages, such as sgl_kernel

@@ -16,6 +16,7 @@ from hpcjit.spec import KernelBackend
 STYLES: dict[str, tuple[str, str]] = {
     KernelBackend.JIT.value: ("#0072B2", "o"),
     KernelBackend.FLASHINFER.value: ("#E69F00", "s"),
+    KernelBackend.FLASHINFER_XQA.value: ("#D55E00", "h"),
     KernelBackend.AOT.value: ("#009E73", "^"),
     KernelBackend.TRITON.value: ("#56B4E9", "v"),
     KernelBackend.FLASH_ATTN.value: ("#F0E442", "D"),

@@ -34,6 +34,7 @@ ORDER = (
     KernelBackend.JIT,
     KernelBackend.AOT,
     KernelBackend.FLASHINFER,
+    KernelBackend.FLASHINFER_XQA,
     KernelBackend.FLASH_ATTN,
     KernelBackend.DEEPGEMM,
     KernelBackend.TRITON,

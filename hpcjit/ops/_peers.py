@@ -2,7 +2,8 @@
 
 Every operator that FlashInfer or SGLang also has can run on it (`backend="flashinfer"`, `backend="aot"`), so that results
 and times are compared through the registry. An adapter passes our arguments on and adds nothing: no copies, no fallbacks;
-what the peer cannot do it refuses in its own words.
+what the peer cannot do it refuses in its own words. (A peer that plans its calls is another matter: see
+`attention/_decode_peers.py`.)
 """
 
 from __future__ import annotations
@@ -14,15 +15,25 @@ import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
+from hpcjit.errors import BackendError
 from hpcjit.spec import CapabilityRequirement, KernelBackend
 
 Capabilities = frozenset[CapabilityRequirement]
 
-# Both compile with nvcc at their first call and need SM 8.0, as ours does.
+# These compile with nvcc at their first call and need SM 8.0, as ours does.
 FLASHINFER: dict[KernelBackend, Capabilities] = {
     KernelBackend.FLASHINFER: frozenset({CapabilityRequirement.cuda(min_sm=(8, 0), package="flashinfer")})
+}
+# Kernels for Hopper.
+FLASHINFER_XQA: dict[KernelBackend, Capabilities] = {
+    KernelBackend.FLASHINFER_XQA: frozenset({CapabilityRequirement.cuda(min_sm=(9, 0), package="flashinfer")})
+}
+FLASH_ATTN: dict[KernelBackend, Capabilities] = {
+    KernelBackend.FLASH_ATTN: frozenset(
+        {CapabilityRequirement.cuda(min_sm=(9, 0), max_sm=(9, 0), package="flash_attn_interface")}
+    )
 }
 SGLANG: dict[KernelBackend, Capabilities] = {
     KernelBackend.AOT: frozenset({CapabilityRequirement.cuda(min_sm=(8, 0), package="sglang.kernels")})
@@ -43,10 +54,21 @@ def flashinfer(module: str, name: str) -> Callable[..., Any]:
 
 
 @functools.cache
+def flash_attn(name: str) -> Any:
+    """`flash_attn_interface.<name>`, FlashAttention-3's module."""
+    return getattr(importlib.import_module("flash_attn_interface"), name)
+
+
+@functools.cache
 def sglang(module: str, name: str) -> Callable[..., Any]:
     """`sglang.kernels.ops.<module>.<name>`, without the server around it."""
     _light_sglang()
     return getattr(importlib.import_module(f"sglang.kernels.ops.{module}"), name)
+
+
+def refuse(op: str, backend: KernelBackend, reason: str) -> NoReturn:
+    """Say that an adapter cannot express a call to its peer."""
+    raise BackendError(f"{op}: backend {backend} cannot run this call: {reason}")
 
 
 def _light_sglang() -> None:
@@ -64,7 +86,7 @@ def _light_sglang() -> None:
     folders = list(spec.submodule_search_locations)
     for name in ("sglang", "sglang.kernels", "sglang.kernels.ops", "sglang.srt", "sglang.srt.utils"):
         _place(name, [f"{folder}{name.removeprefix('sglang').replace('.', '/')}" for folder in folders])
-    for group in ("activation", "layernorm", "moe", "quantization"):
+    for group in ("activation", "attention", "layernorm", "moe", "quantization"):
         _place(f"sglang.kernels.ops.{group}", [f"{folder}/kernels/ops/{group}" for folder in folders])
     _place("sglang.srt.utils.custom_op").register_custom_op = _undecorated  # type: ignore[attr-defined]
     common = _place("sglang.srt.utils.common")
