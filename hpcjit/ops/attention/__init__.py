@@ -1,14 +1,15 @@
 """Attention, and the rotary embedding and query-key norms fused with it."""
 
 from hpcjit.ops._lazy import lazy
+from hpcjit.ops._peers import TRITON_FP8
 from hpcjit.registry import register_fused_op
 from hpcjit.spec import CapabilityRequirement, KernelBackend
 
 # The kernels read pages by TMA, which begins with Hopper.
 _JIT = frozenset({CapabilityRequirement.cuda(min_sm=(9, 0))})
 
-_BACKENDS = {KernelBackend.JIT: _JIT}
+_DECODE = {KernelBackend.JIT: _JIT} | TRITON_FP8
 
-register_fused_op("attention.decode", f"{__name__}._decode", "decode_op", _BACKENDS)
+register_fused_op("attention.decode", f"{__name__}._decode", "decode_op", _DECODE)
 
 __getattr__, __dir__, __all__ = lazy(__name__, {"decode": "_decode"})

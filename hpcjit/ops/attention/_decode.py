@@ -169,6 +169,12 @@ class DecodeOp(JitOp):
 
         return _decode_plan.plan(self, *args)
 
+    def forward_triton(self, *args: Any) -> None:
+        self.check(*args)
+        from hpcjit.ops.attention import _triton
+
+        _triton.decode(self.op, DecodeArgs(*args))
+
     def reference(self, *args: Any) -> None:
         a = DecodeArgs(*args)
         if a.seq_lens.is_meta:  # no lengths to read
