@@ -18,7 +18,7 @@ from hpcjit.registry import all_specs
 from hpcjit.replay import operator
 from hpcjit.spec import KernelBackend
 
-PEERS = (KernelBackend.FLASHINFER, KernelBackend.AOT)
+PEERS = (KernelBackend.FLASHINFER, KernelBackend.FLASHINFER_XQA, KernelBackend.FLASH_ATTN, KernelBackend.AOT)
 DECLARED = [(spec.op, spec.backend) for spec in all_specs() if spec.backend in PEERS]
 
 
@@ -28,8 +28,8 @@ class TestEveryAdapter:
         assert getattr(type(operator(op)), backend.method) is not getattr(BaseFusedOp, backend.method)
 
     def test_is_unusable_without_its_package(self, op: str, backend: KernelBackend, monkeypatch):
-        monkeypatch.setitem(sys.modules, "flashinfer", None)
-        monkeypatch.setitem(sys.modules, "sglang", None)
+        for package in ("flashinfer", "flash_attn_interface", "sglang"):
+            monkeypatch.setitem(sys.modules, package, None)
         (spec,) = [spec for spec in all_specs() if (spec.op, spec.backend) == (op, backend)]
         from hpcjit.spec import DeviceType, PlatformInfo
 
@@ -37,8 +37,8 @@ class TestEveryAdapter:
         assert "which is not installed" in reason
 
     def test_checks_its_arguments_first(self, op: str, backend: KernelBackend, monkeypatch):
-        monkeypatch.setattr(_peers, "flashinfer", lambda *names: pytest.fail("called"))
-        monkeypatch.setattr(_peers, "sglang", lambda *names: pytest.fail("called"))
+        for package in ("flashinfer", "flash_attn", "sglang"):
+            monkeypatch.setattr(_peers, package, lambda *names: pytest.fail("called"))
         args = [value.to(torch.int8) if isinstance(value, torch.Tensor) else value for value in demo_args(op)]
         with pytest.raises(ArgumentError):
             getattr(operator(op), backend.method)(*args)
@@ -124,7 +124,8 @@ SGLANG = {
     "quantization.per_token_group_quant": {"per_token_group_quant": group_quant},
     "moe.moe_topk_softmax": {"topk_softmax": topk_softmax},
 }
-COMPARED = [(op, backend) for op, backend in DECLARED if op != "layernorm.layernorm"]
+APART = ("layernorm.layernorm", "attention.decode")  # below, and in ops/test_decode_peers.py
+COMPARED = [(op, backend) for op, backend in DECLARED if op not in APART]
 
 
 @pytest.mark.parametrize(("op", "backend"), COMPARED)

@@ -1,14 +1,14 @@
 """Attention, and the rotary embedding and query-key norms fused with it."""
 
 from hpcjit.ops._lazy import lazy
-from hpcjit.ops._peers import TRITON_FP8
+from hpcjit.ops._peers import FLASH_ATTN, FLASHINFER, FLASHINFER_XQA, TRITON_FP8
 from hpcjit.registry import register_fused_op
 from hpcjit.spec import CapabilityRequirement, KernelBackend
 
 # The kernels read pages by TMA, which begins with Hopper.
 _JIT = frozenset({CapabilityRequirement.cuda(min_sm=(9, 0))})
 
-_DECODE = {KernelBackend.JIT: _JIT} | TRITON_FP8
+_DECODE = {KernelBackend.JIT: _JIT} | TRITON_FP8 | FLASHINFER | FLASHINFER_XQA | FLASH_ATTN
 
 register_fused_op("attention.decode", f"{__name__}._decode", "decode_op", _DECODE)
 

@@ -175,6 +175,21 @@ class DecodeOp(JitOp):
 
         _triton.decode(self.op, DecodeArgs(*args))
 
+    def forward_flashinfer(self, *args: Any) -> None:
+        self._on_peer("flashinfer", args)
+
+    def forward_flashinfer_xqa(self, *args: Any) -> None:
+        self._on_peer("flashinfer_xqa", args)
+
+    def forward_flash_attn(self, *args: Any) -> None:
+        self._on_peer("flash_attn", args)
+
+    def _on_peer(self, peer: str, args: tuple[Any, ...]) -> None:
+        self.check(*args)
+        from hpcjit.ops.attention import _decode_peers
+
+        getattr(_decode_peers, peer)(self.op, DecodeArgs(*args))
+
     def reference(self, *args: Any) -> None:
         a = DecodeArgs(*args)
         if a.seq_lens.is_meta:  # no lengths to read
