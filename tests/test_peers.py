@@ -85,6 +85,12 @@ def topk_softmax(topk_weights, topk_ids, gating_output, renormalize, moe_softcap
     topk_ids.copy_(ids)
 
 
+def merge_state(prefix_output, prefix_lse, suffix_output, suffix_lse, output, output_lse):
+    output_lse.copy_(torch.logaddexp(prefix_lse, suffix_lse))
+    shares = [(lse - output_lse).exp().unsqueeze(-1) for lse in (prefix_lse, suffix_lse)]
+    output.copy_(prefix_output.float() * shares[0] + suffix_output.float() * shares[1])
+
+
 def qknorm(q, k, q_weight, k_weight, eps):
     rmsnorm(q, q_weight, eps, q)
     rmsnorm(k, k_weight, eps, k)
@@ -123,6 +129,7 @@ SGLANG = {
     "quantization.per_tensor_quant_fp8": {"per_tensor_quant_fp8": per_tensor_quant},
     "quantization.per_token_group_quant": {"per_token_group_quant": group_quant},
     "moe.moe_topk_softmax": {"topk_softmax": topk_softmax},
+    "attention.merge_state": {"merge_state_triton": merge_state},
 }
 APART = ("layernorm.layernorm", "attention.decode")  # below, and in ops/test_decode_peers.py
 COMPARED = [(op, backend) for op, backend in DECLARED if op not in APART]

@@ -3,6 +3,8 @@
 A name is KV heads x query heads, dtype of the cache, requests x length; pages of 64 slots, heads of 128 and layout HND unless
 it says otherwise: q4 four new tokens per request, d64 heads of 64, p16 pages of 16 slots, nhd. With an FP8 cache the queries
 are FP8 too, with a scale per token and head. The pool holds the live pages in random order and nothing else.
+
+Of `merge_state`, a name is tokens x heads x head_dim.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hpcjit.cases import Args, Case, Maker
+from hpcjit.cases import Args, Case, Make, Maker
 
 MIXES = (
     *("64x512", "64x4K", "32x128+32x4K", "1x16K+15x64", "1x64K+7x4K", "1x64K+15x4K", "1x64K+31x4K", "1x128K+31x4K"),
@@ -21,6 +23,8 @@ MIXES = (
 )
 _FP8 = torch.float8_e4m3fn
 _DEMO = frozenset({"demo"})
+_BENCH = frozenset({"bench"})
+_BOTH = _DEMO | _BENCH
 
 
 def lengths_of(mix: str) -> list[int]:
@@ -129,4 +133,29 @@ def _decode_cases() -> Iterator[Case]:
             yield _named("8x64", dtype, "32x128+32x4K", variant)
 
 
-CASES = list(_decode_cases())
+def _merge_state(tokens: int, heads: int, head_dim: int) -> tuple[int, Make]:
+    def make(m: Maker) -> Args:
+        sides = [
+            x
+            for _ in range(2)
+            for x in (m.normal(tokens, heads, head_dim), m.normal(tokens, heads, dtype=torch.float32, std=2.0))
+        ]
+        return *sides, m.poison(tokens, heads, head_dim), m.poison(tokens, heads, dtype=torch.float32)
+
+    return 3 * tokens * heads * (2 * head_dim + 4), make
+
+
+_MERGES = [
+    Case(
+        "attention.merge_state",
+        f"{tokens}x{heads}x128",
+        make,
+        moved,
+        tags=_BOTH if (tokens, heads) == (32, 8) else _BENCH,
+    )
+    for heads in (8, 64)
+    for tokens in (1, 32, 256, 2048, 8192)
+    for moved, make in [_merge_state(tokens, heads, 128)]
+]
+
+CASES = [*_decode_cases(), *_MERGES]

@@ -325,6 +325,54 @@ def _decode_entries() -> Iterator[Entry]:
         yield Entry("attention.decode", label, batch, why)
 
 
+def _merge_entries() -> Iterator[Entry]:
+    def sides(m, tokens, heads, dim, dtype, kind):
+        how = MISALIGNED if kind == "misaligned" else PLAIN
+        for _ in range(2):
+            yield placed(m, m.normal, (tokens, heads, dim), dtype, how), m.normal(tokens, heads, dtype=FP32, std=3.0)
+
+    def entry(m, tokens, heads, dim, dtype, kind):
+        (out_a, lse_a), (out_b, lse_b) = sides(m, tokens, heads, dim, dtype, kind)
+        out, lse = m.poison(tokens, heads, dim, dtype=dtype), m.poison(tokens, heads, dtype=FP32)
+        if kind == "views":
+            out_a, out_b = m.normal(heads, tokens, 2, dim, dtype=dtype).transpose(0, 1).unbind(2)
+            lse_a, lse_b = m.normal(heads, tokens, 2, dtype=FP32).transpose(0, 1).unbind(2)
+            out, lse = m.poison(tokens, heads + 1, dim + 5, dtype=dtype)[:, 1:, :dim], lse.t().contiguous().t()
+        elif kind == "expanded":
+            out_b, lse_b = out_b[:1].expand(tokens, heads, dim), lse_b[:, :1].expand(tokens, heads)
+        elif kind == "in place":
+            out, lse = out_a, lse_a
+        elif kind == "in place crosswise":
+            out, lse = out_b, lse_a
+        elif kind == "special" and m.device.type != "meta":
+            special = torch.tensor([-math.inf, math.inf, math.nan, 0.0, 200.0, 1e30], device=m.device)
+            lse_a[:6], lse_b[:, :6] = special[:, None], special
+            out_a[0, :], out_b[:, 0] = math.nan, math.inf  # of sides without keys
+        return out_a, lse_a, out_b, lse_b, out, lse
+
+    calls = [
+        (1, 1, 128, BF16, "", "one head"),
+        (37, 8, 64, FP16, "", "four heads per warp"),
+        (37, 4, 256, FP32, "", "two vectors per lane"),
+        (19, 3, 192, BF16, "", "24 vectors: three for each of 8 lanes"),
+        (19, 3, 80, BF16, "", "10 vectors in 16 lanes"),
+        (19, 3, 33, BF16, "", "odd head: element accesses, and the last lanes have fewer"),
+        (5, 2, 2056, FP16, "", "more vectors than one step takes, the last step not full"),
+        (300, 3, 8, BF16, "", "one vector: a lane per head"),
+        (19, 3, 128, BF16, "misaligned", "storage offset 1"),
+        (19, 6, 128, BF16, "views", "heads first, both results interleaved; gaps in out, lse transposed"),
+        (19, 6, 128, BF16, "expanded", "one result for all tokens, one log-sum-exp for all heads"),
+        (41, 7, 128, BF16, "in place", "the first result is replaced"),
+        (41, 7, 512, FP32, "in place crosswise", "out of one side, lse of the other"),
+        (8, 7, 128, BF16, "special", "infinities and NaN of the log-sum-exp; what has no weight holds NaN"),
+        (3000, 32, 128, BF16, "", "more heads than run at once; large enough to bypass the caches"),
+        (0, 8, 128, BF16, "", "no tokens"),
+    ]
+    for *call, why in calls:
+        label = f"{'x'.join(map(str, call[:3]))} {str(call[3])[6:]} {call[4]}".strip()
+        yield Entry("attention.merge_state", label, lambda m, call=call: entry(m, *call), why)
+
+
 GRID: list[Entry] = [
     *_row_entries(),
     *_norm_options(),
@@ -334,4 +382,5 @@ GRID: list[Entry] = [
     *_topk_entries(),
     *_qk_entries(),
     *_decode_entries(),
+    *_merge_entries(),
 ]

@@ -33,6 +33,7 @@ OPS = [
     "kvcache.reshape_and_cache",
     "moe.topk_softmax",
     "attention.decode",
+    "attention.merge_state",
 ]
 
 
@@ -69,10 +70,10 @@ def as_public(op: str, args: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]
             for side in "kv"
         }
         return list(args[:5]), {**scales, "layout": named["layout"]}
-    if group == "attention":
+    if name == "decode":
         return list(args[:5]), _options_of_decode(named)
     # In the others the outputs and options have the names of the schema, but for `scale`.
-    keywords = {"out", "scale_ue8m0", "renormalize", "softcap", "bias", "weights", "ids"}
+    keywords = {"out", "scale_ue8m0", "renormalize", "softcap", "bias", "weights", "ids", "lse"}
     if name == "layernorm":
         keywords -= {"bias"}
     options = {key: value for key, value in named.items() if key in keywords}

@@ -8,12 +8,13 @@ import torch
 
 from hpcjit import checks
 from hpcjit.build import Config, Template
-from hpcjit.errors import ArgumentError, BackendError
+from hpcjit.errors import ArgumentError
 from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
 from hpcjit.ops import _peers
 from hpcjit.ops._rows import TYPE_NAMES, streams, vector_width
 from hpcjit.ops._tensors import FLOATS, accumulation_dtype, distinct, require
+from hpcjit.spec import KernelBackend
 
 _MAX_VECS = 4  # of each side in flight in a lane
 _FEW_LANES = 2**18  # below, smaller blocks put more SMs to work
@@ -141,7 +142,7 @@ class MergeStateOp(JitOp):
         """Contiguous tensors only. Counts +inf as -inf, and two empty sides give NaN."""
         self.check(out_a, lse_a, out_b, lse_b, out, lse)
         if not all(x.is_contiguous() for x in (out_a, lse_a, out_b, lse_b, out, lse)):
-            raise BackendError(f"{self.op}: backend aot cannot run this call: it takes contiguous tensors")
+            _peers.refuse(self.op, KernelBackend.AOT, "it takes contiguous tensors")
         _peers.sglang("attention.merge_state", "merge_state_triton")(out_a, lse_a, out_b, lse_b, out, lse)
 
     def forward_triton(
