@@ -186,5 +186,8 @@ def graph_trees_own(device: int, stream: int) -> bool:
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None:
         return False
-    manager = trees.get_manager(device, create_if_none_exists=False)
+    try:
+        manager = trees.get_manager(device, create_if_none_exists=False)
+    except (AssertionError, RuntimeError):  # how some versions of torch say that this thread has none
+        return False
     return manager is not None and manager.stream.cuda_stream == stream
