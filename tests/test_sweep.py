@@ -30,6 +30,7 @@ def test_every_combination_once_and_the_own_config_first():
         ("threads=128,256", ("threads", [128, 256])),
         ("exact=true, False", ("exact", [True, False])),
         ("input_t=bf16", ("input_t", ["bf16"])),
+        ("threads/exact=128/true,256/false", ("threads/exact", [(128, True), (256, False)])),
     ],
 )
 def test_choices(text, expected):
@@ -40,6 +41,20 @@ def test_choices(text, expected):
 def test_a_choice_without_values_is_refused(text):
     with pytest.raises(ArgumentError, match="FIELD=VALUE"):
         sweep.parse_choice(text)
+
+
+def test_fields_that_change_together():
+    own = NormConfig(threads=256, vecs_per_thread=2)
+    name, values = sweep.parse_choice("threads/vecs_per_thread=256/2,512/1")
+    found = sweep.variants(own, {name: values, "trigger": [0, 1]}, {})
+    assert {(c.threads, c.vecs_per_thread, c.trigger) for c in found} == {
+        (256, 2, 0),
+        (256, 2, 1),
+        (512, 1, 0),
+        (512, 1, 1),
+    }
+    with pytest.raises(ArgumentError, match="2 values between commas"):
+        sweep.parse_choice("threads/vecs_per_thread=256/2,512")
 
 
 @pytest.mark.parametrize(
@@ -68,6 +83,35 @@ def test_without_a_gpu_the_table_shows_registers_and_what_does_not_compile(capsy
     assert all(row["registers"] and row["spills"] == 0 and not row["error"] for row in good)
     assert len(bad) == 2
     assert all("compiler failed" in row["error"] for row in bad)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the tables hold times")
+def test_a_plan_holds_command_lines(tmp_path, capsys):
+    plan, out = tmp_path / "plan.txt", tmp_path / "out.jsonl"
+    plan.write_text(
+        f"# two operators\n\nrmsnorm --case {CASE} --set trigger=0,1  # a comment\n"
+        f"silu_and_mul --case 2048x8192 --finals 1\n"
+    )
+    assert sweep.main(["--plan", str(plan), "--out", str(out)]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["op"] for row in rows] == ["layernorm.rmsnorm"] * 2 + ["activation.silu_and_mul"]
+    assert "layernorm.rmsnorm 2048x4096\n" in capsys.readouterr().out
+
+
+def test_a_plan_that_is_not_there_is_named(tmp_path, capsys):
+    assert sweep.main(["--plan", str(tmp_path / "none.txt")]) == 2
+    assert "none.txt" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_finals_time_the_own_config_and_backends_too(capsys):
+    arguments = ["rmsnorm", "--case", CASE, "--set", "trigger=0,1,2", "--finals", "1", "--backend", "torch", "--json"]
+    assert sweep.main(arguments) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    finals = [row for row in rows if row["final_us"]]
+    assert any(row["own"] for row in finals)
+    assert any(row["config"] == "backend torch" for row in finals)
+    assert min(rows, key=lambda row: row["us"])["final_us"]
 
 
 @pytest.mark.gpu

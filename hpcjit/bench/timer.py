@@ -55,7 +55,7 @@ def bytes_of(args: Args) -> int:
     return sum(value.nbytes for value in args if isinstance(value, torch.Tensor))
 
 
-def cold(call: Call, args: Args, device: torch.device, or_eager: bool = False) -> Sample:
+def cold(call: Call, args: Args, device: torch.device, or_eager: bool = False, replays: int = REPLAYS) -> Sample:
     """Time `call` on inputs that are not in L2. With `or_eager` a call that no graph can hold is timed with its host part."""
     if device.type != "cuda":
         return _wall_clock(call, numerics.copy_args(args))
@@ -64,7 +64,7 @@ def cold(call: Call, args: Args, device: torch.device, or_eager: bool = False) -
     room = int(0.8 * free) // max(bytes_of(args), 1)
     copies = max(1, min(max(wanted, 2), MAX_COPIES, room))
     rotating = [numerics.copy_args(args) for _ in range(copies)]
-    return _on_device(call, rotating, device, or_eager)
+    return _on_device(call, rotating, device, or_eager, replays)
 
 
 def hot(call: Call, args: Args, device: torch.device, or_eager: bool = False) -> Sample:
@@ -72,10 +72,10 @@ def hot(call: Call, args: Args, device: torch.device, or_eager: bool = False) ->
     own = numerics.copy_args(args)
     if device.type != "cuda":
         return _wall_clock(call, own)
-    return _on_device(call, [own], device, or_eager)
+    return _on_device(call, [own], device, or_eager, REPLAYS)
 
 
-def _on_device(call: Call, rotating: Sequence[Args], device: torch.device, or_eager: bool) -> Sample:
+def _on_device(call: Call, rotating: Sequence[Args], device: torch.device, or_eager: bool, replays: int) -> Sample:
     for args in rotating:  # compiles, and fills what the first call fills; a peer may plan for each copy
         call(*args)
     eager_us = span_us(lambda: [call(*args) for args in rotating[:8]], device) / len(rotating[:8])
@@ -101,7 +101,7 @@ def _on_device(call: Call, rotating: Sequence[Args], device: torch.device, or_ea
         run()
         torch.cuda.synchronize(device)
     calls = len(rotating) * repeats
-    times = [span_us(run, device) / calls for _ in range(REPLAYS)]
+    times = [span_us(run, device) / calls for _ in range(replays)]
     return _sample(times, len(rotating), kind)
 
 
