@@ -45,6 +45,37 @@ def test_16_bit_logits(m: Maker, dtype, experts):
     torch.testing.assert_close(weights.double(), exact, rtol=2e-6, atol=0)
 
 
+ROWS = {
+    "rising": lambda m, n: torch.arange(n, device=m.device).float(),
+    "falling": lambda m, n: -torch.arange(n, device=m.device).float(),
+    "all but a few equal": lambda m, n: (torch.arange(n, device=m.device) % 50 == 7).float(),
+    "two values": lambda m, n: m.integers(0, 2, n).float(),
+    "ten values": lambda m, n: m.integers(0, 10, n).float(),
+    "four neighbours in every 128": lambda m, n: torch.where(
+        torch.arange(n, device=m.device) % 128 // 4 == 5, m.normal(n, dtype=torch.float32), -INF
+    ),
+    "mostly minus infinity": lambda m, n: torch.where(
+        torch.arange(n, device=m.device) % 40 == 3, m.normal(n, dtype=torch.float32), -INF
+    ),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("experts", [256, 500])
+@pytest.mark.parametrize("top_k", [1, 8, 16, 32])
+def test_ids_are_those_of_a_stable_sort(m: Maker, rows, experts, top_k):
+    """Winners that one lane holds alone, and more equal scores than lanes: both ways to choose, and both kinds of weights."""
+    logits = torch.stack([ROWS[rows](m, experts) for _ in range(5)])
+    order = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    exact = torch.softmax(logits.double(), -1).gather(-1, order)
+    for renormalize in (False, True):
+        weights, ids = topk_softmax(logits, top_k, renormalize=renormalize)
+        assert torch.equal(ids.long(), order)
+        expected = exact / exact.sum(-1, keepdim=True) if renormalize else exact
+        # Where float32 holds them: exp of a difference below -87 is subnormal or 0.
+        torch.testing.assert_close(weights.double(), expected, rtol=4e-6, atol=1e-37)
+
+
 @pytest.mark.parametrize("experts", [7, 128, 1000])
 @pytest.mark.parametrize("cap", [1.0, 30.0])
 def test_softcap(m: Maker, experts, cap):

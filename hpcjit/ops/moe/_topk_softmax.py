@@ -25,7 +25,14 @@ class TopkSoftmaxConfig(Config):
     threads: int = 128
     per_lane: int = 4
     vec: int = 4
+    top_k: int = 8
+    renormalize: bool = True
+    has_softcap: bool = False
     has_bias: bool = False
+    ranked: bool = True
+    prefetch: bool = False
+    min_blocks: int = 1
+    trigger: int = 0
     pdl: bool = True
 
 
@@ -44,13 +51,14 @@ TOPK_SOFTMAX = Template(
         "logits_stride",
         "weights_stride",
         "ids_stride",
-        "top_k",
-        "renormalize",
         "softcap",
     ),
 )
 
 _ONE_WAVE = 4096  # tokens that an H200 holds with 32 blocks on each of its 132 SMs
+
+
+_MAX_RANKED = 16  # for more winners than half the lanes, the candidates of one of 32 lanes each soon exceed 32
 
 
 class TopkSoftmaxOp(JitOp):
@@ -104,13 +112,22 @@ class TopkSoftmaxOp(JitOp):
         vec = vector_width(num_experts, logits.element_size(), [(logits, logits_stride)])
         while vec > share:
             vec //= 2
+        per_lane = -(-share // vec) * vec
+        plain = softcap == 0 and bias is None
+        # One warp a block while all tokens run at once: a block then ends with its token.
+        threads = 32 if num_tokens <= _ONE_WAVE else 128
         config = TopkSoftmaxConfig(
             TYPE_NAMES[logits.dtype],
-            # One warp a block while all tokens run at once: a block then ends with its token.
-            threads=32 if num_tokens <= _ONE_WAVE else 128,
-            per_lane=-(-share // vec) * vec,
+            threads=threads,
+            per_lane=per_lane,
             vec=vec,
+            top_k=top_k,
+            renormalize=bool(renormalize),
+            has_softcap=softcap > 0,
             has_bias=bias is not None,
+            ranked=top_k <= _MAX_RANKED,
+            # 32 registers, where they suffice: all warps that an SM can hold.
+            min_blocks=16 if threads == 128 and plain and per_lane <= 8 else 1,
         )
         return Plan(
             TOPK_SOFTMAX,
@@ -122,8 +139,6 @@ class TopkSoftmaxOp(JitOp):
                 "logits_stride": logits_stride,
                 "weights_stride": checks.rows(self.op, "weights", weights)[1],
                 "ids_stride": checks.rows(self.op, "ids", ids)[1],
-                "top_k": top_k,
-                "renormalize": int(renormalize),
             },
         )
 
