@@ -56,6 +56,7 @@ __global__ void __launch_bounds__(Config::kThreads) gated_kernel(const __grid_co
     gate[i].template load<kIn>(source[i]);
     up[i].template load<kIn>(source[i] + p.hidden_size);
   }
+  pdl::trigger_at<Config::kTrigger, pdl::kAfterLoads>();
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
     if (!inside[i]) continue;

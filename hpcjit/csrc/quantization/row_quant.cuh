@@ -31,6 +31,8 @@ struct QuantRow {
   using input_t = typename Config::input_t;
   static constexpr int kVec = Config::kVec;
   static constexpr Activation kKind = Activation(Config::kActivation);
+  static constexpr Cache kIn = Config::kStreamIn ? Cache::kStream : Cache::kDefault;
+  static constexpr Cache kOut = Config::kStreamOut ? Cache::kStream : Cache::kDefault;
 
   const input_t* input;
   e4m3* output;
@@ -45,9 +47,8 @@ struct QuantRow {
 
   __device__ Raw load(int i) const {
     Raw raw;
-    raw.value.template load<Cache::kStream>(input + offset(i));
-    if constexpr (kKind != Activation::kNone)
-      raw.up.template load<Cache::kStream>(input + hidden_size + offset(i));
+    raw.value.template load<kIn>(input + offset(i));
+    if constexpr (kKind != Activation::kNone) raw.up.template load<kIn>(input + hidden_size + offset(i));
     return raw;
   }
 
@@ -73,7 +74,7 @@ struct QuantRow {
     for (int j = 0; j < kVec; ++j) scaled[j] = y[j] * inverse_scale;
     Vec<e4m3, kVec> q;
     q.from(scaled);
-    q.template store<Config::kStreamOut ? Cache::kStream : Cache::kDefault>(output + offset(i));
+    q.template store<kOut>(output + offset(i));
   }
 };
 
@@ -111,6 +112,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
 #pragma unroll
     for (int i = 0; i < kVecs; ++i)
       if (inside(i)) raw[i] = row.load(i);
+    pdl::trigger_at<Config::kTrigger, pdl::kAfterLoads>();
     float largest = 0.f;
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {

@@ -31,6 +31,7 @@ class RowQuantConfig(Config):
     vecs_per_thread: int = 2
     exact: bool = True
     activation: int = 0
+    stream_in: bool = True
     stream_out: bool = False
     min_blocks: int = 1
     trigger: int = 0
