@@ -106,8 +106,14 @@ def _decode(m: Make, num_q_heads: int, num_kv_heads: int, head_dim: int) -> Any:
     return ops.attention.decode(m.rows(num_q_heads, head_dim), *caches, table, lengths)
 
 
+def _merge_state(m: Make, num_q_heads: int, head_dim: int) -> Any:
+    lse = torch.empty(m.tokens, num_q_heads, dtype=torch.float32, device="meta")
+    return ops.attention.merge_state(m.rows(num_q_heads, head_dim), lse, m.rows(num_q_heads, head_dim), lse)
+
+
 USAGES: dict[str, Usage] = {
     "attention.decode": Usage(("num_q_heads", "num_kv_heads", "head_dim"), _decode),
+    "attention.merge_state": Usage(("num_q_heads", "head_dim"), _merge_state),
     "layernorm.rmsnorm": _norm("rmsnorm"),
     "layernorm.gemma_rmsnorm": _norm("gemma_rmsnorm"),
     "layernorm.fused_add_rmsnorm": _add_norm("fused_add_rmsnorm"),
