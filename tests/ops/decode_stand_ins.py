@@ -29,7 +29,8 @@ def attend(q, k, v, scale, left=-1, cap=0.0, sinks=None):
 
 def tokens(cache, pages, length):
     """The first `length` tokens of these pages, in layout NHD."""
-    return cache[pages.long()].flatten(0, 1)[:length]
+    bits = cache.view(torch.uint8) if cache.itemsize == 1 else cache  # torch 2.8 cannot index float8 on the CPU
+    return bits[pages.long()].flatten(0, 1)[:length].view(cache.dtype)
 
 
 class FlashAttn:

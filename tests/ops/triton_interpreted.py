@@ -115,7 +115,14 @@ def _interpret_like_the_gpu() -> None:
         product = np.matmul(*(convert(x.data, x.dtype.scalar, tl.float32, None).view(np.float32) for x in (a, b)))
         return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
 
+    patch = interpreter._patch_lang_tensor
+
+    def patch_with_index(tensor, *scope):
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: self.handle.data.item()  # that of older ones fails with a recent numpy
+
     interpreter._convert_float = convert
+    interpreter._patch_lang_tensor = patch_with_index
     interpreter.InterpreterBuilder.create_dot = dot
 
 
