@@ -11,7 +11,7 @@
 #include <string.h>
 #include <structmember.h>
 
-#define MAX_SLOTS 32
+#define MAX_SLOTS 64
 
 typedef int (*launch_function)(const void*, int, void*);
 

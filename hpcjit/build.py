@@ -20,7 +20,7 @@ from hpcjit.errors import CacheError, CaptureError, CompileError, ToolchainError
 from hpcjit.launch import Kernel, capture_text, capturing
 
 ABI_VERSION = 1
-MAX_SLOTS = 32
+MAX_SLOTS = 64
 TYPES = ("bf16", "fp16", "fp32", "e4m3", "int32", "int64")
 PACKAGE = Path(__file__).parent
 

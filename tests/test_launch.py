@@ -108,9 +108,9 @@ def test_wrong_numbers_of_arguments_never_reach_the_kernel(make, arguments):
 
 
 def test_thirty_two_slots_in_order(make):
-    stub = Stub(32)
-    make(stub.address, "i" * 32, fail)(0, 0, *range(32))
-    assert stub.calls[0][0] == list(range(32))
+    stub = Stub(64)
+    make(stub.address, "i" * 64, fail)(0, 0, *range(64))
+    assert stub.calls[0][0] == list(range(64))
 
 
 def test_an_error_code_reaches_the_handler_with_the_arguments(make):
@@ -156,7 +156,7 @@ class TestBinder:
         with pytest.raises(RuntimeError, match="code 5"):
             binder.module().make(stub.address, "i", lambda code, arguments: None)(0, 0, 1)
 
-    @pytest.mark.parametrize("arguments", [(0, "i", fail), (1, "x", fail), (1, "i" * 33, fail), (1, "i", 7)])
+    @pytest.mark.parametrize("arguments", [(0, "i", fail), (1, "x", fail), (1, "i" * 65, fail), (1, "i", 7)])
     def test_make_checks_its_arguments(self, arguments):
         with pytest.raises(ValueError, match="make needs"):
             binder.module().make(*arguments)

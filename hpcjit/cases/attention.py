@@ -2,7 +2,8 @@
 
 A name is KV heads x query heads, dtype of the cache, requests x length; pages of 64 slots, heads of 128 and layout HND unless
 it says otherwise: q4 four new tokens per request, d64 heads of 64, p16 pages of 16 slots, nhd. With an FP8 cache the queries
-are FP8 too, with a scale per token and head. The pool holds the live pages in random order and nothing else.
+are FP8 too, with the scales that every peer can express: one for the queries, one for K, none for V. The pool holds the live
+pages in random order and nothing else.
 
 Of `merge_state`, a name is tokens x heads x head_dim.
 """
@@ -76,12 +77,12 @@ class Batch:
         q = m.normal(self.num_rows, self.num_q_heads, self.head_dim, dtype=self.dtype)
         table, lengths = table_of(m, counts), torch.tensor(self.lengths, dtype=torch.int32, device=m.device)
         quantised = self.dtype == _FP8
-        q_scale = m.normal(self.num_rows, self.num_q_heads, dtype=torch.float32).abs() + 0.5 if quantised else None
-        k_factor, v_factor = (1.25, 0.375) if quantised else (1.0, 1.0)
+        q_scale = m.normal(1, dtype=torch.float32).abs() + 0.5 if quantised else None
+        k_factor = 1.25 if quantised else 1.0
         dtype = torch.bfloat16 if quantised else self.dtype
         out = m.poison(self.num_rows, self.num_q_heads, self.value_head_dim, dtype=dtype)
         lse = m.poison(self.num_rows, self.num_q_heads, dtype=torch.float32) if self.with_lse else None
-        scales = (None, q_scale, None, None, None, self.head_dim**-0.5, k_factor, v_factor)
+        scales = (None, q_scale, None, None, None, self.head_dim**-0.5, k_factor, 1.0)
         options = (1.0, False, 0, self.q_len, self.layout, "dynamic")
         return q, *caches, table, lengths, *scales, *options, out, lse
 

@@ -50,7 +50,7 @@ class TestPlans:
         plan = op.plan(*args)
         assert isinstance(plan, Plan)
         if case.op == "attention.decode":
-            assert plan.config.box or case.name.endswith(" p1"), "whole tiles are copied at once"
+            assert plan.config.whole_tiles or case.name.endswith(" p1"), "whole tiles are copied at once"
         else:
             assert plan.config.vec == {"moe.topk_softmax": 4}.get(plan.template.op, 8)
         read = {id(t): t.numel() * t.element_size() for t in tensors(args)}

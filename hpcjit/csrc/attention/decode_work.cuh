@@ -1,0 +1,181 @@
+// Who does what: the two cuts of a worker from the live lengths, and the walk over its pieces.
+#pragma once
+#include <limits.h>
+
+#include "attention/decode_params.cuh"
+#include "hpcjit/sched/folded.cuh"
+
+namespace hpcjit::attention {
+
+// Position: request * table_width + column for a page id, -1 - request for a length.
+__device__ __noinline__ void report(long long* fault, int64_t position, int value, int64_t limit) {
+  if (atomicAdd(reinterpret_cast<unsigned long long*>(fault), 1ull) != 0) return;
+  fault[1] = position;
+  fault[2] = value;
+  fault[3] = limit;
+}
+
+__device__ __forceinline__ bool operator!=(const Request& a, const Request& b) {
+  return a.seq_len != b.seq_len || a.q_len != b.q_len || a.q_start != b.q_start;
+}
+
+// Lengths are held to what the table can address, so that no value can lead outside of it. Read through L2:
+// before pdl::wait() they are a guess, and no stale line may stay in L1.
+template <class Config>
+__device__ __forceinline__ Request request_of(const DecodeParams& p, int b) {
+  const int len = max(0, min(__ldcg(p.seq_lens + b), int(p.capacity)));
+  const int most = int(p.max_q_len);
+  if constexpr (!Config::kRagged) return {len, most, b * most};
+  const int begin = __ldcg(p.cu_seqlens_q + b);
+  return {len, max(0, min(__ldcg(p.cu_seqlens_q + b + 1) - begin, most)), begin};
+}
+
+template <class Config>
+__device__ __forceinline__ void report_lengths(const DecodeParams& p) {
+  for (int b = threadIdx.x; b < p.batch; b += Config::kWarps * 32)
+    if (p.seq_lens[b] < 0 || p.seq_lens[b] > p.capacity) report(p.fault, -1 - b, p.seq_lens[b], p.capacity);
+}
+
+template <class Config>
+__device__ __forceinline__ sched::Tiles tiles_of(const DecodeParams& p, const Request& r) {
+  return sched::tiles_of(r.seq_len, r.q_len, Config::kWindow ? int(p.window) : 0, Config::kTile);
+}
+
+template <class Config>
+__device__ __forceinline__ int cut_step(const DecodeParams& p) {
+  return Config::kSchedule == kInvariant ? int(p.splits) : 1;
+}
+
+// All threads: this worker's cuts and the axis, in shared memory. Thread t sums a run of requests, the first of
+// which it has read; the thread whose run holds a cut finds it. Two barriers.
+template <class Config>
+__device__ __forceinline__ void find_cuts(const DecodeParams& p, Small<Config>& small, int begin, int end,
+                                          const Request& first) {
+  using Int = typename Config::axis_t;
+  const int overhead = int(p.overhead);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  Int own = 0;
+  int longest = 0;
+  for (int b = begin; b < end; ++b) {
+    const int count = tiles_of<Config>(p, b == begin ? first : request_of<Config>(p, b)).count;
+    own += overhead + count;
+    longest = max(longest, count);
+  }
+  Int up_to = own;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const Int other = __shfl_up_sync(~0u, up_to, offset);
+    if (lane >= offset) up_to += other;
+  }
+  longest = __reduce_max_sync(~0u, longest);
+  if (lane == 31) {
+    small.scan[warp] = up_to;
+    small.longest[warp] = longest;
+  }
+  __syncthreads();
+  Int before = 0, total = 0;
+#pragma unroll
+  for (int w = 0; w < Config::kWarps; ++w) {
+    const Int sum = small.scan[w];
+    if (w < warp) before += sum;
+    total += sum;
+    longest = max(longest, small.longest[w]);
+  }
+  const int heads = int(p.num_kv_heads);
+  const Int all = heads * total;
+  const Int interval =
+      sched::interval_length<Int>(all, int(p.workers), overhead + longest, overhead + int(p.least),
+                                  overhead + int(p.whole), int(p.slack));
+  const Int run_begin = heads * (before + up_to - own), run_end = heads * (before + up_to);
+  if (threadIdx.x == 0) small.axis = {all, interval, overhead};
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    const Int x = (Int(blockIdx.x) + i) * interval;
+    if (x >= all && threadIdx.x == 0) small.cuts[i] = {int(p.batch), 0, 0, all};
+    if (x < run_begin || x >= run_end) continue;
+    Int start = run_begin;
+    Request r = first;
+    int b = begin, cost = 0;
+    while (true) {
+      cost = overhead + tiles_of<Config>(p, r).count;
+      if (x < start + heads * cost) break;
+      start += heads * cost;
+      r = request_of<Config>(p, ++b);
+    }
+    small.cuts[i] = sched::cut_at<Int>(x, b, start, cost, overhead, cut_step<Config>(p));
+    small.of_cut[i] = r;
+  }
+  __syncthreads();
+}
+
+// A run of tiles of one pair that one worker does. Tiles are counted from the request's first live one.
+struct Piece {
+  int request;
+  int head;
+  int begin;
+  int end;
+  int count;  // tiles of the whole pair
+};
+
+// The pieces of this worker in order. Every warp walks by itself; a producer walks ahead of its consumer.
+template <class Config>
+struct Walk {
+  using Cut = sched::Cut<typename Config::axis_t>;
+  int at_request, at_head, at_tile;
+  int end_request, end_head, end_tile;
+  Request request;
+  sched::Tiles tiles;
+
+  __device__ __forceinline__ void begin(const DecodeParams& p, const Small<Config>& small) {
+    if constexpr (Config::kSchedule == kStatic) {
+      const int pair = int(blockIdx.x) / int(p.splits), split = int(blockIdx.x) - pair * int(p.splits);
+      at_request = end_request = pair / int(p.num_kv_heads);
+      at_head = end_head = pair - at_request * int(p.num_kv_heads);
+      load(p);
+      const int share = (tiles.count + int(p.splits) - 1) / int(p.splits);
+      at_tile = min(split * share, tiles.count);
+      end_tile = min(at_tile + share, tiles.count);
+      // The first piece of an empty pair writes its zeros.
+      if (split == 0 && tiles.count == 0) end_head += 1;
+    } else {
+      const Cut &from = small.cuts[0], &to = small.cuts[1];
+      at_request = from.request, at_head = from.head, at_tile = from.tile;
+      end_request = to.request, end_head = to.head, end_tile = to.tile;
+      request = small.of_cut[0];
+      tiles = tiles_of<Config>(p, request);
+    }
+  }
+
+  __device__ __forceinline__ void load(const DecodeParams& p) {
+    if (at_request >= p.batch) return;
+    request = request_of<Config>(p, at_request);
+    tiles = tiles_of<Config>(p, request);
+  }
+
+  __device__ __forceinline__ bool in_last_pair() const {
+    return at_request == end_request && at_head == end_head;
+  }
+
+  // The current piece; false at the end. Pieces of the invariant schedule end at multiples of its step.
+  __device__ __forceinline__ bool piece(const DecodeParams& p, Piece& piece) const {
+    if (at_request > end_request || at_request >= p.batch) return false;
+    if (at_request == end_request && at_head > end_head) return false;
+    int stop = in_last_pair() ? end_tile : tiles.count;
+    if (in_last_pair() && at_tile >= stop) return false;
+    if constexpr (Config::kSchedule == kInvariant) stop = min(stop, at_tile + cut_step<Config>(p));
+    piece = {at_request, at_head, at_tile, stop, tiles.count};
+    return true;
+  }
+
+  __device__ __forceinline__ void advance(const DecodeParams& p, const Piece& piece) {
+    at_tile = piece.end;
+    if (at_tile < tiles.count || in_last_pair()) return;
+    at_tile = 0;
+    if (++at_head < p.num_kv_heads) return;
+    at_head = 0;
+    ++at_request;
+    load(p);
+  }
+};
+
+}  // namespace hpcjit::attention

@@ -1,0 +1,104 @@
+// The folded schedule: variable-length work cut into equal intervals by a pure function of the lengths.
+//
+// A request of n tiles costs c = overhead + n on an axis; each of its heads (a pair) takes that much, heads
+// innermost, requests in order:
+//
+//   pair (b, h) owns [S, S + c_b)       S = num_heads * (c_0 + ... + c_{b-1}) + h * c_b
+//   worker i works on [i L, (i + 1) L)  L = ceil(total / workers), or more (see interval_length)
+//   a cut at x in pair (b, h) falls before tile max(0, x - S - overhead)
+//
+// Both neighbours of a cut evaluate the same function, so nothing is exchanged: no task map, no walk. A worker
+// has at most two parts of pairs (its first and its last piece of work), and which workers share a pair follows
+// from S alone. Everything is integer, so host and device agree to the last tile. The method is that of
+// Stream-K (arXiv 2301.03598) on lengths instead of tiles of one product, with the cost of opening a piece.
+//
+// Int is the type of positions on the axis: 32 bits where the costs of full tables fit, for the divisions' sake.
+#pragma once
+#include <stdint.h>
+
+#ifdef __CUDACC__
+#define HPCJIT_BOTH __host__ __device__ __forceinline__
+#else
+#define HPCJIT_BOTH inline
+#endif
+
+namespace hpcjit::sched {
+
+HPCJIT_BOTH int32_t divide(int32_t a, int32_t b) {  // of non-negative numbers
+  return int32_t(uint32_t(a) / uint32_t(b));
+}
+HPCJIT_BOTH int64_t divide(int64_t a, int64_t b) {
+  return int64_t(uint64_t(a) / uint64_t(b));
+}
+
+// The tiles that hold the tokens which any query row of a request may see.
+struct Tiles {
+  int first;
+  int count;
+};
+
+// First token that the first of q_len query rows may see; the last row's own token is seq_len - 1.
+HPCJIT_BOTH int first_token(int seq_len, int q_len, int window) {
+  const int first = window > 0 ? seq_len - q_len + 1 - window : 0;
+  return first > 0 ? first : 0;
+}
+
+HPCJIT_BOTH Tiles tiles_of(int seq_len, int q_len, int window, int tile_tokens) {
+  if (seq_len <= 0 || q_len <= 0) return {0, 0};
+  const int first = first_token(seq_len, q_len, window) / tile_tokens;
+  return {first, (seq_len - 1) / tile_tokens + 1 - first};
+}
+
+template <class Int>
+struct Axis {
+  Int total;     // cost of all pairs
+  Int interval;  // L
+  int overhead;  // cost of opening a pair, in tiles; at least 1
+};
+
+// A boundary of an interval: before `tile` (counted from the request's first live tile) of pair (request, head).
+template <class Int>
+struct Cut {
+  int request;
+  int head;
+  int tile;
+  Int start;  // S of the pair
+};
+
+// Equal shares, moved up by at most `slack` to where whole pairs of the largest cost, or equal parts of such a pair,
+// fill an interval: that spares the joins of pieces. No interval is shorter than `least`, and pairs of up to `whole`
+// are not cut at all: below that a join costs more than it saves.
+template <class Int>
+HPCJIT_BOTH Int interval_length(Int total, int workers, int largest, int least, int whole, int slack) {
+  Int length = divide(Int(total + workers - 1), Int(workers));
+  length = length > least ? length : least;
+  if (largest <= whole && length < largest) length = largest;
+  if (largest <= 0 || length <= 1) return length;
+  Int even;
+  if (length > largest) {
+    even = divide(Int(length + largest - 1), Int(largest)) * largest;
+  } else {
+    const Int parts = divide(Int(largest - 1), Int(length - 1));  // the most whose size is at least `length`
+    even = divide(Int(largest + parts - 1), parts);
+  }
+  return even - length <= slack ? even : length;
+}
+
+// The cut at x, which lies in request b: request_start is num_heads * (c_0 + ... + c_{b-1}), cost is c_b.
+// Cuts fall only before multiples of `step` tiles.
+template <class Int>
+HPCJIT_BOTH Cut<Int> cut_at(Int x, int request, Int request_start, int cost, int overhead, int step) {
+  const int head = int(divide(Int(x - request_start), Int(cost)));
+  const Int start = request_start + Int(head) * cost;
+  const int offset = int(x - start) - overhead;
+  return {request, head, offset > 0 ? (step > 1 ? offset / step * step : offset) : 0, start};
+}
+
+// The worker that owns `tile` of the pair that starts at S (any tile for a pair without tiles): the last one
+// whose cut is not behind it.
+template <class Int>
+HPCJIT_BOTH int worker_of(const Axis<Int>& axis, Int start, int tile, int count) {
+  return int(divide(Int(start + axis.overhead + (count > 0 ? tile : -1)), axis.interval));
+}
+
+}  // namespace hpcjit::sched

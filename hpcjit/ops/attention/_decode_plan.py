@@ -1,0 +1,215 @@
+"""How `attention.decode` is launched: its template, the config and the launch parameters of a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hpcjit.build import Config, Template
+from hpcjit.jit_op import Plan
+from hpcjit.ops._rows import TYPE_NAMES
+from hpcjit.ops.attention._decode_shape import FAULT_TEXT, SCHEDULES, DecodeArgs, Shape, alignment
+
+INVARIANT_TOKENS = 2048  # of a piece under the invariant schedule
+_SMEM_BYTES = 208 * 1024  # for rings and sums
+_RING_BYTES = 128 * 1024  # all rings together; deeper ones gain nothing
+_LEAST_BYTES = 32 * 1024  # of keys and values that a worker gets
+_WHOLE_BYTES = 320 * 1024  # up to which a pair is not cut
+_SLACK_TILES = 8  # more for some workers, if that spares cuts
+_OVERHEAD_TILES = 12  # what it costs to open and close a pair, in tiles of about 8 KiB
+_STATIC_SPLITS = 16  # at most
+_ASSUMED_SMS = 132  # for meta tensors
+
+
+@dataclass(frozen=True)
+class DecodeConfig(Config):
+    q_t: str = "bf16"
+    kv_t: str = "bf16"
+    out_t: str = "bf16"
+    mma_t: str = "bf16"  # of the operands: bf16, or fp16 for fp16 and float8 caches
+    head_dim: int = 128
+    value_head_dim: int = 128
+    tile: int = 16  # tokens
+    stages: int = 3
+    warps: int = 8
+    row_groups: int = 1  # warps that share a tile
+    row_tiles: int = 1  # of 8 query rows, per warp
+    axis_t: str = "int32"  # of costs: int64 where the tables of a batch address too much for 32 bits
+    whole_tiles: bool = True  # a page holds whole tiles
+    q_scale: bool = False
+    k_scale: int = 0  # 0: none, 1: per head (or one for all), 2: per token and head
+    v_scale: int = 0
+    normalise_q: bool = False  # bf16 queries become fp16
+    causal: bool = False  # several query rows per request
+    ragged: bool = False
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    schedule: int = 0  # index in SCHEDULES
+    out_vec: int = 4
+    early: bool = True  # prefetch into L2 before the predecessor is done
+    trigger: int = 0
+    blocks_per_sm: int = 1
+    pdl: bool = True
+
+
+DECODE = Template(
+    op="attention.decode",
+    header="attention/decode.cuh",
+    entry="hpcjit::attention::Decode",
+    config=DecodeConfig,
+    params=(
+        *("q", "k_cache", "v_cache", "block_table", "seq_lens", "cu_seqlens_q", "q_scale", "k_scale", "v_scale"),
+        *("sinks", "out", "lse", "workspace", "counters", "fault", "scale", "k_factor", "v_factor", "softcap"),
+        *("batch", "max_q_len", "num_kv_heads", "group", "num_pages", "page_size", "page_shift", "capacity"),
+        *("table_width", "table_stride", "window", "workers", "splits", "least", "whole", "slack", "overhead"),
+        *("max_pieces", "slots"),
+        *("q_token_stride", "q_head_stride", "q_scale_token_stride", "q_scale_head_stride"),
+        *("k_page_stride", "k_slot_stride", "k_head_stride", "v_page_stride", "v_slot_stride", "v_head_stride"),
+        *("k_scale_page_stride", "k_scale_slot_stride", "k_scale_head_stride"),
+        *("v_scale_page_stride", "v_scale_slot_stride", "v_scale_head_stride"),
+        *("out_token_stride", "out_head_stride", "lse_token_stride", "lse_head_stride"),
+    ),
+)
+
+
+def rows_of(shape: Shape) -> tuple[int, int]:
+    """Warps that share a tile, and tiles of 8 query rows per warp."""
+    tiles = -(-shape.group * shape.max_q_len // 8)
+    per_warp = 1 if tiles == 1 or (shape.value_head_dim > 128 and tiles <= 8) else 2
+    groups = 1
+    while groups * per_warp < tiles:
+        groups *= 2
+    return groups, per_warp
+
+
+def ring_of(shape: Shape, itemsize: int, groups: int, row_tiles: int) -> tuple[int, int, int]:
+    """Warps of a block, tokens of a tile, and stages of a team's ring: at least two, more where there are few teams."""
+    token_bytes = (shape.head_dim + shape.value_head_dim) * itemsize
+    tile = 32 if token_bytes <= 320 else 16
+    sums = groups * row_tiles * 8 * shape.value_head_dim * 4
+    warps, stages = 8, 0
+    while True:
+        teams = warps // groups
+        room = _SMEM_BYTES - (teams * sums if sums > tile * token_bytes else 0)
+        stages = room // (teams * tile * (token_bytes + 8))
+        if stages >= 2:
+            break
+        warps //= 2
+    return warps, tile, min(stages, max(2, _RING_BYTES // (teams * tile * token_bytes)))
+
+
+def config_of(a: DecodeArgs, shape: Shape) -> DecodeConfig:
+    """The config of a call; nothing in it depends on the size of the batch."""
+    groups, row_tiles = rows_of(shape)
+    warps, tile, stages = ring_of(shape, a.k_cache.itemsize, groups, row_tiles)
+    return DecodeConfig(
+        q_t=TYPE_NAMES[a.q.dtype],
+        kv_t=TYPE_NAMES[a.k_cache.dtype],
+        out_t=TYPE_NAMES[a.out.dtype],
+        mma_t="bf16" if a.k_cache.dtype == torch.bfloat16 else "fp16",
+        head_dim=shape.head_dim,
+        value_head_dim=shape.value_head_dim,
+        tile=tile,
+        stages=stages,
+        warps=warps,
+        row_groups=groups,
+        row_tiles=row_tiles,
+        axis_t="int32" if shape.batch * shape.num_kv_heads * (shape.capacity // tile + 8) < 2**31 else "int64",
+        whole_tiles=shape.page_size % tile == 0,
+        q_scale=a.q_scale is not None,
+        k_scale=_scale_kind(a.k_scale),
+        v_scale=_scale_kind(a.v_scale),
+        normalise_q=a.q.dtype == torch.bfloat16 != a.k_cache.dtype,
+        causal=shape.max_q_len > 1,
+        ragged=shape.ragged,
+        window=a.window > 0,
+        softcap=a.capped,
+        sinks=a.sinks is not None,
+        schedule=SCHEDULES.index(a.schedule),
+        out_vec=4 if alignment(a.out) >= 8 else 1,
+    )
+
+
+def _scale_kind(scale: torch.Tensor | None) -> int:
+    return 0 if scale is None else 2 if scale.ndim > 1 else 1
+
+
+def _log2(size: int) -> int:
+    return size.bit_length() - 1 if size & (size - 1) == 0 else -1
+
+
+@dataclass(frozen=True)
+class Work:
+    """How many blocks work, how pairs of request and KV head are split, and how many slots and counters that takes."""
+
+    workers: int
+    splits: int
+    max_pieces: int
+    slots: int
+    roots: int
+
+    @classmethod
+    def of(cls, shape: Shape, schedule: str, tile: int, sms: int) -> Work:
+        pairs = shape.batch * shape.num_kv_heads
+        if schedule == "static":
+            splits = 1
+            while splits < _STATIC_SPLITS and pairs * splits < 2 * sms:
+                splits *= 2
+            return cls(pairs * splits, splits, 0, pairs * splits, pairs)
+        if schedule == "invariant":
+            pieces = -(-shape.capacity // INVARIANT_TOKENS) + 1  # a window may begin inside of a tile
+            return cls(sms, INVARIANT_TOKENS // tile, pieces, pairs * pieces, pairs)
+        return cls(sms, 0, 0, 2 * sms, sms)
+
+
+def memory(shape: Shape, config: DecodeConfig, work: Work) -> tuple[int, int]:
+    """Bytes of the workspace and of the counters."""
+    rows = config.row_groups * config.row_tiles * 8
+    return work.slots * rows * (shape.value_head_dim + 4) * 4, (work.slots + work.roots) * rows * 4
+
+
+def plan(op: Any, *args: Any) -> Plan:
+    """The launch of a call that passed the checks."""
+    a = DecodeArgs(*args)
+    shape = Shape.of(a)
+    config = config_of(a, shape)
+    sms = _ASSUMED_SMS
+    if a.q.is_cuda:
+        sms = torch.cuda.get_device_properties(a.q.device).multi_processor_count
+    work = Work.of(shape, a.schedule, config.tile, sms)
+    tile_bytes = config.tile * (shape.head_dim + shape.value_head_dim) * a.k_cache.itemsize
+    workspace_bytes, counter_bytes = memory(shape, config, work)
+    optional = ("cu_seqlens_q", "q_scale", "k_scale", "v_scale", "sinks", "lse")
+    values: dict[str, int | float | str] = {name: 0 for name in optional if getattr(a, name) is None}
+    sizes = (
+        "batch",
+        "max_q_len",
+        "num_kv_heads",
+        "group",
+        "num_pages",
+        "page_size",
+        "capacity",
+        "table_width",
+        "table_stride",
+    )
+    values |= {name: getattr(shape, name) for name in sizes}
+    values |= {name: getattr(work, name) for name in ("workers", "splits", "max_pieces", "slots")}
+    values |= {
+        "page_shift": _log2(shape.page_size),
+        "window": a.window,
+        "least": _LEAST_BYTES // tile_bytes,
+        "whole": _WHOLE_BYTES // tile_bytes,
+        "slack": _SLACK_TILES,
+        "overhead": _OVERHEAD_TILES,
+    }
+    for name in ("q", "q_scale", "out", "lse"):
+        rows = getattr(shape, name)
+        values |= {f"{name}_token_stride": rows.token, f"{name}_head_stride": rows.head}
+    for name in ("k", "v", "k_scale", "v_scale"):
+        pages = getattr(shape, name)
+        values |= {f"{name}_page_stride": pages.page, f"{name}_slot_stride": pages.slot}
+        values[f"{name}_head_stride"] = pages.head
+    return Plan(DECODE, config, values, workspace_bytes, counter_bytes, FAULT_TEXT, shape.table_width)
