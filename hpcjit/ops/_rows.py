@@ -46,31 +46,36 @@ class RowShape:
 
 
 def streams(num_bytes: int) -> bool:
-    """Whether a tensor is large enough to bypass the caches (evict first): it would push out what the next operator needs."""
+    """Whether a tensor is large: bandwidth decides then, and evict-first accesses would spare what the next operator needs."""
     return num_bytes >= 4 << 20
 
 
-def row_shape(num_vecs: int, num_rows: int, *, large: bool = False, max_vecs: int = 8, light: bool = False) -> RowShape:
-    """The split for rows of `num_vecs` vectors; `light` kernels hold little more than the row itself.
+FEW_ROWS = 8
+LONG_ROW = 1536  # vectors
 
-    Short rows get one warp each, four to a block. Longer ones a block with two or four vectors per thread: measured on an
-    H200, the loads in flight at full occupancy then suffice and blocks are small enough to keep memory busy while others
-    reduce. A few long rows get as many threads as fit, since one row's latency is all there is.
+
+def row_shape(num_vecs: int, num_rows: int, *, large: bool = False, max_vecs: int = 8, vecs: int = 4) -> RowShape:
+    """The split for rows of `num_vecs` vectors, `vecs` of them per thread where a block then covers the row.
+
+    Short rows get one warp each, four to a block. Longer ones a block with a few vectors per thread: measured on an H200,
+    the loads in flight at full occupancy then suffice and blocks are small enough to keep memory busy while others reduce.
+    Long rows of a small tensor get as many threads as fit, since one row's latency is all there is.
     """
     if num_vecs <= 128:
         vecs = -(-num_vecs // 32)
         return RowShape(128, 32, vecs, vecs * 32 == num_vecs)
     if num_vecs > 1024 * max_vecs:
         return RowShape(1024, 1024, 0, False)
-    few_long = num_vecs >= 1536 and not large and num_rows > 8
-    vecs = max(2 if few_long or (light and num_vecs <= 512) else 4, -(-num_vecs // 1024))
+    if num_vecs >= LONG_ROW and not large and num_rows > FEW_ROWS:
+        vecs = 2
+    vecs = max(vecs, -(-num_vecs // 1024))
     threads = -(-num_vecs // (vecs * 32)) * 32
     return RowShape(threads, threads, vecs, threads * vecs == num_vecs)
 
 
-def full_occupancy(shape: RowShape) -> int:
-    """Resident blocks per SM that a kernel of at most 32 registers reaches (2048 threads)."""
-    return max(1, 2048 // shape.threads)
+def resident_blocks(shape: RowShape, threads: int = 2048) -> int:
+    """Blocks per SM that make up so many threads: 2048 leave each 32 registers, 1536 leave 40."""
+    return max(1, threads // shape.threads)
 
 
 # Config.trigger: where a kernel lets its dependents launch (include/hpcjit/ptx/pdl.cuh).

@@ -192,9 +192,30 @@ def _group_entries() -> Iterator[Entry]:
 
 
 def _large_entries() -> Iterator[Entry]:
-    """Shapes at which the plans change to more loads per thread and to streaming stores."""
+    """Shapes at which the plans change for large tensors: other splits of a row, cache hints, weights loaded late."""
     why = "large enough for several vectors per thread"
     yield Entry("activation.silu_and_mul", "1100x8192", lambda m: (m.normal(1100, 8192), m.poison(1100, 4096)), why)
+
+    def fused(m, tokens, hidden):
+        return m.normal(tokens, hidden), m.normal(tokens, hidden), m.normal(hidden), 1e-6
+
+    def fused_quant(m):
+        out, scale = m.poison(900, 5000, dtype=FP8), m.poison(900, 1, dtype=FP32)
+        return *fused(m, 900, 5000)[:3], 1e-6, True, out, scale
+
+    def plain(m):
+        return m.normal(300, 15000), m.normal(15000), 1e-6, m.poison(300, 15000)
+
+    def row_quant(m):
+        return m.normal(1100, 4104), m.poison(1100, 4104, dtype=FP8), m.poison(1100, 1, dtype=FP32)
+
+    yield Entry("layernorm.fused_add_rmsnorm", "900x5000", lambda m: fused(m, 900, 5000), "one vector for most threads")
+    yield Entry(
+        "layernorm.fused_add_rmsnorm", "400x10248", lambda m: fused(m, 400, 10248), "four vectors, weights late"
+    )
+    yield Entry("layernorm.rmsnorm_quant_fp8", "900x5000 residual", fused_quant, "one vector for most threads")
+    yield Entry("layernorm.rmsnorm", "300x15000", plain, "four vectors for most threads, weights late")
+    yield Entry("quantization.per_token_quant_fp8", "1100x4104", row_quant, "full occupancy, the last threads idle")
 
     def per_tensor(m, pad=0):
         x, out = m.normal(1100, 4096 + pad)[:, :4096], m.poison(1100, 4096 + pad, dtype=FP8)[:, :4096]
@@ -277,6 +298,8 @@ def _topk_entries() -> Iterator[Entry]:
         (16, 1024, 32, FP32, False, 0.0, False, PLAIN, "most experts"),
         (9, 96, 4, FP32, False, 0.0, False, PADDED, "rows with gaps, also of the outputs"),
         (9, 256, 8, FP32, False, 0.0, False, MISALIGNED, "storage offset 1"),
+        (1101, 128, 8, FP32, True, 0.0, False, PLAIN, "eight tokens a block, the last one not full"),
+        (4101, 520, 4, FP32, False, 20.0, True, PLAIN, "likewise, more than half a wave, every option"),
         (0, 128, 8, FP32, False, 0.0, False, PLAIN, "no tokens"),
     ]
     for *call, why in calls:

@@ -13,12 +13,12 @@ from hpcjit.build import Config, Template
 from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
 from hpcjit.ops import _peers
-from hpcjit.ops._rows import TYPE_NAMES, streams, vector_width
+from hpcjit.ops._rows import TYPE_NAMES, vector_width
 from hpcjit.ops._tensors import FLOATS, accumulation_dtype, require
 
 NONE, SILU, GELU, GELU_TANH = range(4)  # hpcjit::Activation
 
-_FEW_VECS = 2**18  # output vectors up to which smaller blocks, hence more SMs at work, were measured to be faster
+_FEW_VECS = 2**18  # output vectors up to which small blocks, hence more SMs at work, and evict-first loads are faster
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ class GatedOp(JitOp):
         few = num_tokens * hidden_size // vec <= _FEW_VECS
         config = GatedConfig(
             TYPE_NAMES[input.dtype],
-            threads=128 if few else 256,
+            threads=128 if few else 512,
             vec=vec,
             vecs_per_thread=1,
             activation=self.activation,
-            stream_out=streams(out.numel() * out.element_size()),
+            stream_in=few,
         )
         return Plan(
             GATED,

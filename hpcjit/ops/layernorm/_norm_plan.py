@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from hpcjit import checks
 from hpcjit.build import Config, Template
 from hpcjit.jit_op import NOTHING, Plan
-from hpcjit.ops._rows import AFTER_LOADS, AT_START, TYPE_NAMES, full_occupancy, row_shape, streams, vector_width
+from hpcjit.ops._rows import (
+    AFTER_LOADS,
+    AT_END,
+    AT_START,
+    FEW_ROWS,
+    LONG_ROW,
+    TYPE_NAMES,
+    RowShape,
+    resident_blocks,
+    row_shape,
+    streams,
+    vector_width,
+)
 from hpcjit.ops._tensors import FLOATS
 
 
@@ -59,6 +72,60 @@ NORM = Template(
 )
 
 
+_TWO_EARLY = 448  # threads up to which an SM holds two blocks with their weights in registers (72 a thread)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What the time of a normalisation depends on, besides the number of rows and their length."""
+
+    large: bool
+    residual: bool
+    light: bool  # holds little more than the row and the weights
+    bias: bool
+    quant: bool
+
+    @property
+    def plain(self) -> bool:
+        return self.light and not self.bias and not self.quant
+
+
+def _shape(kind: _Kind, num_vecs: int, few: bool, num_tokens: int) -> RowShape:
+    if kind.residual:
+        vecs = 1 if kind.large and num_vecs <= 1024 else 4
+    elif kind.plain and not kind.large:
+        vecs = 2 if few and not 512 < num_vecs < LONG_ROW else 4
+    else:
+        vecs = 2 if kind.light and num_vecs <= 512 else 4
+    return row_shape(num_vecs, num_tokens, large=kind.large, max_vecs=8 if kind.light else 4, vecs=vecs)
+
+
+def _speed(kind: _Kind, num_vecs: int, num_tokens: int) -> dict[str, Any]:
+    """The fields of the config that change the time only, as measured in docs/perf/norm.md."""
+    few = num_tokens <= FEW_ROWS
+    shape = _shape(kind, num_vecs, few, num_tokens)
+    narrow = kind.large and kind.residual and shape.vecs_per_thread == 1  # few registers, weights and all
+    late = kind.large and not narrow and (not kind.light or kind.bias or shape.threads > _TWO_EARLY)
+    wide = late and kind.residual
+    min_blocks = 1
+    if narrow:
+        min_blocks = resident_blocks(shape, 1536)
+    elif late and kind.plain:
+        min_blocks = resident_blocks(shape)
+    return {
+        "threads": shape.threads,
+        "row_threads": shape.row_threads,
+        "vecs_per_thread": shape.vecs_per_thread,
+        "exact": shape.exact,
+        "stream_in": wide,
+        "stream_out": wide,
+        "prefetch": not kind.large,
+        "late_weight": late or (kind.plain and not kind.large and few and num_vecs >= LONG_ROW),
+        "min_blocks": min_blocks,
+        "trigger": AT_START if not kind.large else AT_END if wide else AFTER_LOADS,
+    }
+
+
 def norm_plan(
     op: str,
     input: torch.Tensor,
@@ -82,29 +149,17 @@ def norm_plan(
     placed += [(tensor, stride) for tensor, stride in ((residual, residual_stride), (bias, 0)) if tensor is not None]
     vec = vector_width(hidden_size, input.element_size(), placed)
     large = streams(input.numel() * input.element_size())
-    many_registers = residual is not None or input.element_size() > 2
-    shape = row_shape(
-        hidden_size // vec, num_tokens, large=large, max_vecs=4 if many_registers else 8, light=not many_registers
-    )
-    late_weight = large and (many_registers or bias is not None or shape.threads >= 512)
+    light = residual is None and input.element_size() <= 2
+    kind = _Kind(large, residual is not None, light, bias is not None, bool(quant))
     config = NormConfig(
         input_t=TYPE_NAMES[input.dtype],
         weight_t=TYPE_NAMES[weight.dtype],
         output_t=TYPE_NAMES[output.dtype],
-        threads=shape.threads,
-        row_threads=shape.row_threads,
         vec=vec,
-        vecs_per_thread=shape.vecs_per_thread,
-        exact=shape.exact,
         has_residual=residual is not None,
         has_bias=bias is not None,
-        stream_in=large,
-        stream_out=large,
-        prefetch=not large,
-        late_weight=late_weight,
-        min_blocks=full_occupancy(shape) if late_weight and not many_registers and bias is None and not quant else 1,
-        trigger=AFTER_LOADS if large else AT_START,
         quant=quant,
+        **_speed(kind, hidden_size // vec, num_tokens),
         **options,
     )
     return Plan(

@@ -12,7 +12,7 @@ from hpcjit.errors import ArgumentError
 from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
 from hpcjit.ops import _peers
-from hpcjit.ops._rows import TYPE_NAMES, vector_width
+from hpcjit.ops._rows import AT_END, AT_START, TYPE_NAMES, vector_width
 from hpcjit.ops._tensors import FLOATS, accumulation_dtype, require
 
 MAX_EXPERTS = 1024
@@ -55,9 +55,8 @@ TOPK_SOFTMAX = Template(
     ),
 )
 
-_ONE_WAVE = 4096  # tokens that an H200 holds with 32 blocks on each of its 132 SMs
-
-
+_BLOCK_PER_SM = 132 * 8  # tokens, one a warp, from which every SM of an H200 has a block of 256 threads
+_HALF_FULL = 4096  # tokens that take half of its warps
 _MAX_RANKED = 16  # for more winners than half the lanes, the candidates of one of 32 lanes each soon exceed 32
 
 
@@ -114,11 +113,10 @@ class TopkSoftmaxOp(JitOp):
             vec //= 2
         per_lane = -(-share // vec) * vec
         plain = softcap == 0 and bias is None
-        # One warp a block while all tokens run at once: a block then ends with its token.
-        threads = 32 if num_tokens <= _ONE_WAVE else 128
+        few = num_tokens <= _BLOCK_PER_SM
         config = TopkSoftmaxConfig(
             TYPE_NAMES[logits.dtype],
-            threads=threads,
+            threads=32 if few else 256,  # few: all SMs at work, and a block ends with its token
             per_lane=per_lane,
             vec=vec,
             top_k=top_k,
@@ -126,8 +124,11 @@ class TopkSoftmaxOp(JitOp):
             has_softcap=softcap > 0,
             has_bias=bias is not None,
             ranked=top_k <= _MAX_RANKED,
+            prefetch=few,
             # 32 registers, where they suffice: all warps that an SM can hold.
-            min_blocks=16 if threads == 128 and plain and per_lane <= 8 else 1,
+            min_blocks=8 if not few and plain and per_lane <= 8 else 1,
+            # A dependent that waits beside working blocks slows them, unless all room is taken.
+            trigger=AT_START if few or num_tokens > _HALF_FULL else AT_END,
         )
         return Plan(
             TOPK_SOFTMAX,
