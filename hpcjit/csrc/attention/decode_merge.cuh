@@ -67,7 +67,7 @@ __device__ __forceinline__ Share share_of(const DecodeParams& p, const Small<Con
   }
 }
 
-// Four dims per lane and step of one query row, before the division by `sum`; `max` in base 2.
+// Four dims per lane and step of one query row, before the division by `sum`, which is relative to the largest logit.
 template <class Config>
 struct Row {
   static constexpr int kQuads = (Config::kValueHeadDim / 4 + 31) / 32;
@@ -98,6 +98,11 @@ __device__ __forceinline__ float max_of_lanes(float x) {
   return __int_as_float(max ^ (max >> 31 & INT_MAX));
 }
 
+// exp(x - max).
+__device__ __forceinline__ float weight_of(float x, float max) {
+  return exp2_fast((x - finite_or_zero(max)) * float(kLog2e));
+}
+
 __device__ __forceinline__ bool has_weight(float sum) {  // NaN counts: it must reach the output
   return !(sum <= 0.f);
 }
@@ -111,10 +116,10 @@ __device__ __forceinline__ void write_result(const DecodeParams& p, const Reques
   const int q_head = head * int(p.group) + n - j * int(p.group);
   float weight = 1.f;
   if constexpr (Config::kSinks) {
-    const float sink = p.sinks[q_head] * float(kLog2e);
+    const float sink = p.sinks[q_head];
     const float joint = fmaxf(row.max, sink);
-    weight = exp2_fast(row.max - finite_or_zero(joint));
-    row.sum = row.sum * weight + exp2_fast(sink - finite_or_zero(joint));
+    weight = weight_of(row.max, joint);
+    row.sum = row.sum * weight + weight_of(sink, joint);
     row.max = joint;
   }
   float inverse = has_weight(row.sum) ? weight / row.sum : 0.f;
@@ -141,7 +146,7 @@ __device__ __forceinline__ void write_result(const DecodeParams& p, const Reques
   }
   if (p.lse != nullptr && threadIdx.x % 32 == 0)
     p.lse[token * p.lse_token_stride + q_head * p.lse_head_stride] =
-        has_weight(row.sum) ? natural(row.max + log2f(row.sum)) : -INFINITY;
+        has_weight(row.sum) ? row.max + logf(row.sum) : -INFINITY;
 }
 
 template <class Config>
@@ -167,7 +172,9 @@ __device__ __forceinline__ void store_sums(const State<Config>& state, Small<Con
       float sum = state.sum[nt][c];
 #pragma unroll
       for (int offset = 4; offset < 32; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-      if (g == 0) small.stats[n][team] = make_float2(state.max[nt][c], sum);
+      const float max =
+          Config::kSoftcap ? state.max[nt][c] : state.max[nt][c] * fmaxf(state.factor[nt][c], 1e-30f);
+      if (g == 0) small.stats[n][team] = make_float2(max, sum);
       float* row = o + n * S::kDimV;
 #pragma unroll
       for (int d = 0; d < Config::kValueHeadDim / 16; ++d)
@@ -197,7 +204,7 @@ __device__ __forceinline__ void join_teams(const Smem<Config>& smem, int n, Row<
   row.clear();
 #pragma unroll
   for (int team = 0; team < S::kTeams; ++team) {
-    const float weight = exp2_fast(stats[team].x - finite_or_zero(row.max));
+    const float weight = weight_of(stats[team].x, row.max);
     row.sum += weight * stats[team].y;
     const float* o = smem.sums(team, small.free_stage[team]) + n * S::kDimV;
 #pragma unroll
@@ -227,7 +234,7 @@ __device__ __forceinline__ void join_shares(const float* o, int count, float2 st
     if (first == 0) {
       row.clear();
       row.max = max_of_lanes(stats.x);
-      weight = exp2_fast(stats.x - finite_or_zero(row.max));
+      weight = weight_of(stats.x, row.max);
       row.sum = weight * stats.y;
 #pragma unroll
       for (int offset = 1; offset < 32; offset *= 2) row.sum += __shfl_xor_sync(~0u, row.sum, offset);

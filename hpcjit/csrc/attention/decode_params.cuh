@@ -42,7 +42,7 @@ struct DecodeParams {
   int64_t least;       // least tiles of a worker; see sched::interval_length
   int64_t whole;       // tiles up to which a pair is not cut
   int64_t slack;       // tiles that a worker may get more, for the sake of fewer cuts
-  int64_t overhead;    // cost of opening a pair, in tiles
+  int64_t margin;      // half of what it costs to open and close a pair, in tiles
   int64_t max_pieces;  // invariant: slots of a pair
   int64_t slots;       // of the workspace
   int64_t q_token_stride;
@@ -171,12 +171,6 @@ __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-}
-
-// A base-2 logarithm as a natural one, to the last bit or so.
-__device__ __forceinline__ float natural(float x) {
-  constexpr double kLn2 = 0.6931471805599453;
-  return fmaf(x, float(kLn2), x * float(kLn2 - double(float(kLn2))));
 }
 
 // max - (-inf) must be inf, not NaN, when everything so far was masked.

@@ -17,11 +17,13 @@ template <class Config>
 struct State {
   static constexpr int kNt = Config::kRowTiles;
   uint32_t q[Config::kHeadDim / 16][kNt][2];
-  float factor[kNt][2];  // S of a column times this is a logit in base 2 (capped: the argument of tanh)
-  int end[kNt][2];       // first token that a column must not see
-  int begin[kNt][2];     // first token that it may see
+  float factor
+      [kNt]
+      [2];  // a logit of a column is this times z: S, with a cap the capped logit, times the token's scale
+  int end[kNt][2];    // first token that a column must not see
+  int begin[kNt][2];  // first token that it may see
   float o[Config::kValueHeadDim / 16][kNt][4];
-  float max[kNt][2];
+  float max[kNt][2];  // of z
   float sum[kNt][2];  // of this lane's tokens only
 };
 
@@ -99,7 +101,7 @@ template <class Config>
 __device__ __forceinline__ void open(const DecodeParams& p, State<Config>& state, const Request& r, int head,
                                      int first_row) {
   load_q<Config>(p, state, r, head, first_row);
-  float scale = float(p.scale * p.k_factor * (Config::kSoftcap ? 1. / p.softcap : kLog2e));
+  float scale = float(p.scale * p.k_factor);
   if constexpr (Config::kKScale == 1) scale *= p.k_scale[head * p.k_scale_head_stride];
 #pragma unroll
   for (int nt = 0; nt < Config::kRowTiles; ++nt)
@@ -161,13 +163,14 @@ __device__ __forceinline__ void multiply_k(const State<Config>& state, uint32_t 
   }
 }
 
-// Logits in base 2; masked ones -inf. `scales` of K and V per token, where there are such.
+// From S to z (see State); masked ones -inf. `scales` of K and V per token, where there are such.
 template <class Config>
 __device__ __forceinline__ void to_logits(const DecodeParams& p, const State<Config>& state,
                                           const float* scales, int first, bool masked,
                                           float (&s)[Config::kTile / 16][Config::kRowTiles][4]) {
   const int g = threadIdx.x % 32 / 4;
-  const float cap = Config::kSoftcap ? float(p.softcap * kLog2e) : 0.f;
+  const float cap = Config::kSoftcap ? float(p.softcap) : 0.f,
+              inverse = Config::kSoftcap ? float(1. / p.softcap) : 0.f;
 #pragma unroll
   for (int mt = 0; mt < Config::kTile / 16; ++mt)
 #pragma unroll
@@ -178,18 +181,22 @@ __device__ __forceinline__ void to_logits(const DecodeParams& p, const State<Con
       for (int nt = 0; nt < Config::kRowTiles; ++nt)
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          float y = s[mt][nt][2 * half + c] * state.factor[nt][c];
-          if constexpr (Config::kKScale == 2) y *= of_token;
-          // Not through exp2: near 0 that is as inexact as near the cap.
-          if constexpr (Config::kSoftcap) y = cap * tanhf(y);
+          float& z = s[mt][nt][2 * half + c];
+          if constexpr (Config::kKScale == 2) z *= of_token;
+          if constexpr (Config::kSoftcap) z = cap * tanhf(z * state.factor[nt][c] * inverse);
           if (masked && (first + token >= state.end[nt][c] || first + token < state.begin[nt][c]))
-            y = -INFINITY;
-          s[mt][nt][2 * half + c] = y;
+            z = -INFINITY;
         }
     }
 }
 
-// Turns logits into weights and brings max, sum and O to the new maximum.
+// A logit in base 2 per z. Where a scale is 0 all logits are: -inf must stay what it is.
+template <class Config>
+__device__ __forceinline__ float base2(float factor) {
+  return Config::kSoftcap ? float(kLog2e) : fmaxf(factor * float(kLog2e), 1e-30f);
+}
+
+// Turns z into weights and brings max, sum and O to the new maximum.
 template <class Config>
 __device__ __forceinline__ void soften(State<Config>& state,
                                        float (&s)[Config::kTile / 16][Config::kRowTiles][4]) {
@@ -213,7 +220,8 @@ __device__ __forceinline__ void soften(State<Config>& state,
     for (int nt = 0; nt < kNt; ++nt)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const float shrink = exp2_fast(state.max[nt][c] - finite_or_zero(max[nt][c]));
+        const float shrink =
+            exp2_fast((state.max[nt][c] - finite_or_zero(max[nt][c])) * base2<Config>(state.factor[nt][c]));
         state.max[nt][c] = max[nt][c];
         state.sum[nt][c] *= shrink;
 #pragma unroll
@@ -227,18 +235,30 @@ __device__ __forceinline__ void soften(State<Config>& state,
   for (int nt = 0; nt < kNt; ++nt)
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const float m = finite_or_zero(max[nt][c]);
+      const float factor = base2<Config>(state.factor[nt][c]);
+      const float offset = -finite_or_zero(max[nt][c]) * factor;
 #pragma unroll
       for (int mt = 0; mt < Config::kTile / 16; ++mt)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float weight = exp2_fast(s[mt][nt][2 * half + c] - m);
+          const float weight = exp2_fast(fmaf(s[mt][nt][2 * half + c], factor, offset));
           s[mt][nt][2 * half + c] = weight;
           state.sum[nt][c] += weight;
         }
     }
 }
 
+template <class T>
+struct IsBf16 {
+  static constexpr bool value = false;
+};
+template <>
+struct IsBf16<bf16> {
+  static constexpr bool value = true;
+};
+
+// Weights of 8 bits would cost more precision than the output's rounding: in bf16 the product is made with what is left
+// of them as well.
 template <class Config>
 __device__ __forceinline__ void multiply_v(State<Config>& state, uint32_t v,
                                            const float (&s)[Config::kTile / 16][Config::kRowTiles][4]) {
@@ -246,18 +266,25 @@ __device__ __forceinline__ void multiply_v(State<Config>& state, uint32_t v,
   using V = typename S::V;
   using mma_t = typename Config::mma_t;
   constexpr int kNt = Config::kRowTiles;
+  constexpr bool kSplit = IsBf16<mma_t>::value;
   const int lane = threadIdx.x % 32;
   // The second matrix is eight tokens further for bytes (two dims per element), eight dims for 16 bits.
   const int row = S::kFp8 ? lane & 15 : (lane & 7) + (lane >> 4) * 8;
   const int high = S::kFp8 ? lane >> 4 : (lane >> 3) & 1;
 #pragma unroll
   for (int mt = 0; mt < Config::kTile / 16; ++mt) {
-    uint32_t weights[kNt][2];
+    uint32_t weights[kNt][2], rest[kNt][2];
 #pragma unroll
     for (int nt = 0; nt < kNt; ++nt)
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        weights[nt][half] = mma::transpose(pack2<mma_t>(s[mt][nt][2 * half], s[mt][nt][2 * half + 1]));
+      for (int half = 0; half < 2; ++half) {
+        const float x = s[mt][nt][2 * half], y = s[mt][nt][2 * half + 1];
+        const uint32_t rounded = pack2<mma_t>(x, y);
+        weights[nt][half] = mma::transpose(rounded);
+        if constexpr (kSplit)
+          rest[nt][half] = mma::transpose(
+              pack2<mma_t>(x - __uint_as_float(rounded << 16), y - __uint_as_float(rounded & 0xffff0000u)));
+      }
 #pragma unroll
     for (int pair = 0; pair < V::kChunks / 2; ++pair) {
       uint32_t r[4];
@@ -275,6 +302,9 @@ __device__ __forceinline__ void multiply_v(State<Config>& state, uint32_t v,
       } else {
 #pragma unroll
         for (int nt = 0; nt < kNt; ++nt) mma::m16n8k16<mma_t>(state.o[pair][nt], r, weights[nt]);
+        if constexpr (kSplit)
+#pragma unroll
+          for (int nt = 0; nt < kNt; ++nt) mma::m16n8k16<mma_t>(state.o[pair][nt], r, rest[nt]);
       }
     }
   }

@@ -52,13 +52,13 @@ template <class Config>
 __device__ __forceinline__ void find_cuts(const DecodeParams& p, Small<Config>& small, int begin, int end,
                                           const Request& first) {
   using Int = typename Config::axis_t;
-  const int overhead = int(p.overhead);
+  const int margin = int(p.margin);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   Int own = 0;
   int longest = 0;
   for (int b = begin; b < end; ++b) {
     const int count = tiles_of<Config>(p, b == begin ? first : request_of<Config>(p, b)).count;
-    own += overhead + count;
+    own += 2 * margin + count;
     longest = max(longest, count);
   }
   Int up_to = own;
@@ -83,11 +83,10 @@ __device__ __forceinline__ void find_cuts(const DecodeParams& p, Small<Config>& 
   }
   const int heads = int(p.num_kv_heads);
   const Int all = heads * total;
-  const Int interval =
-      sched::interval_length<Int>(all, int(p.workers), overhead + longest, overhead + int(p.least),
-                                  overhead + int(p.whole), int(p.slack));
+  const Int interval = sched::interval_length<Int>(all, int(p.workers), 2 * margin + longest, int(p.least),
+                                                   2 * margin + int(p.whole), int(p.slack));
   const Int run_begin = heads * (before + up_to - own), run_end = heads * (before + up_to);
-  if (threadIdx.x == 0) small.axis = {all, interval, overhead};
+  if (threadIdx.x == 0) small.axis = {all, interval, margin};
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
     const Int x = (Int(blockIdx.x) + i) * interval;
@@ -95,14 +94,21 @@ __device__ __forceinline__ void find_cuts(const DecodeParams& p, Small<Config>& 
     if (x < run_begin || x >= run_end) continue;
     Int start = run_begin;
     Request r = first;
-    int b = begin, cost = 0;
+    int b = begin, count = 0;
     while (true) {
-      cost = overhead + tiles_of<Config>(p, r).count;
-      if (x < start + heads * cost) break;
-      start += heads * cost;
+      count = tiles_of<Config>(p, r).count;
+      const Int next = start + heads * (2 * margin + count);
+      if (x < next) break;
+      start = next;
       r = request_of<Config>(p, ++b);
     }
-    small.cuts[i] = sched::cut_at<Int>(x, b, start, cost, overhead, cut_step<Config>(p));
+    auto cut = sched::cut_at<Int>(x, b, start, count, margin, cut_step<Config>(p));
+    if (cut.head == heads) {
+      cut.head = 0;
+      ++cut.request;
+      r = request_of<Config>(p, min(cut.request, int(p.batch) - 1));
+    }
+    small.cuts[i] = cut;
     small.of_cut[i] = r;
   }
   __syncthreads();

@@ -15,10 +15,10 @@ from hpcjit.ops.attention._decode_shape import FAULT_TEXT, SCHEDULES, DecodeArgs
 INVARIANT_TOKENS = 2048  # of a piece under the invariant schedule
 _SMEM_BYTES = 208 * 1024  # for rings and sums
 _RING_BYTES = 128 * 1024  # all rings together; deeper ones gain nothing
-_LEAST_BYTES = 32 * 1024  # of keys and values that a worker gets
+_LEAST_BYTES = 64 * 1024  # of keys and values that a worker gets
 _WHOLE_BYTES = 320 * 1024  # up to which a pair is not cut
 _SLACK_TILES = 8  # more for some workers, if that spares cuts
-_OVERHEAD_TILES = 12  # what it costs to open and close a pair, in tiles of about 8 KiB
+_MARGIN_TILES = 8  # half of what it costs to open and close a pair, in tiles of about 8 KiB
 _STATIC_SPLITS = 16  # at most
 _ASSUMED_SMS = 132  # for meta tensors
 
@@ -64,7 +64,7 @@ DECODE = Template(
         *("q", "k_cache", "v_cache", "block_table", "seq_lens", "cu_seqlens_q", "q_scale", "k_scale", "v_scale"),
         *("sinks", "out", "lse", "workspace", "counters", "fault", "scale", "k_factor", "v_factor", "softcap"),
         *("batch", "max_q_len", "num_kv_heads", "group", "num_pages", "page_size", "page_shift", "capacity"),
-        *("table_width", "table_stride", "window", "workers", "splits", "least", "whole", "slack", "overhead"),
+        *("table_width", "table_stride", "window", "workers", "splits", "least", "whole", "slack", "margin"),
         *("max_pieces", "slots"),
         *("q_token_stride", "q_head_stride", "q_scale_token_stride", "q_scale_head_stride"),
         *("k_page_stride", "k_slot_stride", "k_head_stride", "v_page_stride", "v_slot_stride", "v_head_stride"),
@@ -117,7 +117,7 @@ def config_of(a: DecodeArgs, shape: Shape) -> DecodeConfig:
         warps=warps,
         row_groups=groups,
         row_tiles=row_tiles,
-        axis_t="int32" if shape.batch * shape.num_kv_heads * (shape.capacity // tile + 8) < 2**31 else "int64",
+        axis_t="int32" if shape.batch * shape.num_kv_heads * (shape.capacity // tile + 2 * _MARGIN_TILES + 2) < 2**31 else "int64",
         whole_tiles=shape.page_size % tile == 0,
         q_scale=a.q_scale is not None,
         k_scale=_scale_kind(a.k_scale),
@@ -203,7 +203,7 @@ def plan(op: Any, *args: Any) -> Plan:
         "least": _LEAST_BYTES // tile_bytes,
         "whole": _WHOLE_BYTES // tile_bytes,
         "slack": _SLACK_TILES,
-        "overhead": _OVERHEAD_TILES,
+        "margin": _MARGIN_TILES,
     }
     for name in ("q", "q_scale", "out", "lse"):
         rows = getattr(shape, name)

@@ -1,11 +1,13 @@
 // The folded schedule: variable-length work cut into equal intervals by a pure function of the lengths.
 //
-// A request of n tiles costs c = overhead + n on an axis; each of its heads (a pair) takes that much, heads
+// A request of n tiles costs c = 2 margin + n on an axis; each of its heads (a pair) takes that much, heads
 // innermost, requests in order:
 //
 //   pair (b, h) owns [S, S + c_b)       S = num_heads * (c_0 + ... + c_{b-1}) + h * c_b
 //   worker i works on [i L, (i + 1) L)  L = ceil(total / workers), or more (see interval_length)
-//   a cut at x in pair (b, h) falls before tile max(0, x - S - overhead)
+//   a cut at x in pair (b, h) falls before tile max(0, x - S - margin), or behind the pair if there is no such tile
+//
+// The margins before and behind the tiles are what it costs to open and to close a piece.
 //
 // Both neighbours of a cut evaluate the same function, so nothing is exchanged: no task map, no walk. A worker
 // has at most two parts of pairs (its first and its last piece of work), and which workers share a pair follows
@@ -53,7 +55,7 @@ template <class Int>
 struct Axis {
   Int total;     // cost of all pairs
   Int interval;  // L
-  int overhead;  // cost of opening a pair, in tiles; at least 1
+  int margin;    // in tiles; at least 1
 };
 
 // A boundary of an interval: before `tile` (counted from the request's first live tile) of pair (request, head).
@@ -84,13 +86,15 @@ HPCJIT_BOTH Int interval_length(Int total, int workers, int largest, int least, 
   return even - length <= slack ? even : length;
 }
 
-// The cut at x, which lies in request b: request_start is num_heads * (c_0 + ... + c_{b-1}), cost is c_b.
-// Cuts fall only before multiples of `step` tiles.
+// The cut at x, which lies in request b with `count` tiles: request_start is num_heads * (c_0 + ... + c_{b-1}). Cuts
+// fall only before multiples of `step` tiles. One behind a pair is given as head + 1, tile 0; that head may not exist.
 template <class Int>
-HPCJIT_BOTH Cut<Int> cut_at(Int x, int request, Int request_start, int cost, int overhead, int step) {
+HPCJIT_BOTH Cut<Int> cut_at(Int x, int request, Int request_start, int count, int margin, int step) {
+  const int cost = 2 * margin + count;
   const int head = int(divide(Int(x - request_start), Int(cost)));
   const Int start = request_start + Int(head) * cost;
-  const int offset = int(x - start) - overhead;
+  const int offset = int(x - start) - margin;
+  if (offset >= (count > 0 ? count : 1)) return {request, head + 1, 0, start + cost};
   return {request, head, offset > 0 ? (step > 1 ? offset / step * step : offset) : 0, start};
 }
 
@@ -98,7 +102,7 @@ HPCJIT_BOTH Cut<Int> cut_at(Int x, int request, Int request_start, int cost, int
 // whose cut is not behind it.
 template <class Int>
 HPCJIT_BOTH int worker_of(const Axis<Int>& axis, Int start, int tile, int count) {
-  return int(divide(Int(start + axis.overhead + (count > 0 ? tile : -1)), axis.interval));
+  return int(divide(Int(start + axis.margin + (count > 0 ? tile : 0)), axis.interval));
 }
 
 }  // namespace hpcjit::sched
