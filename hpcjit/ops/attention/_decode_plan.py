@@ -117,7 +117,9 @@ def config_of(a: DecodeArgs, shape: Shape) -> DecodeConfig:
         warps=warps,
         row_groups=groups,
         row_tiles=row_tiles,
-        axis_t="int32" if shape.batch * shape.num_kv_heads * (shape.capacity // tile + 2 * _MARGIN_TILES + 2) < 2**31 else "int64",
+        axis_t="int32"
+        if shape.batch * shape.num_kv_heads * (shape.capacity // tile + 2 * _MARGIN_TILES + 2) < 2**31
+        else "int64",
         whole_tiles=shape.page_size % tile == 0,
         q_scale=a.q_scale is not None,
         k_scale=_scale_kind(a.k_scale),
