@@ -118,8 +118,7 @@ __global__ void __launch_bounds__(Config::kWarps * 32, Config::kBlocksPerSm)
       stage = stage + 1 == Config::kStages ? 0 : stage + 1;
     }
     tile -= piece.end - piece.begin;
-    if constexpr (Config::kRowGroups > 1)
-      wait_for_team<Config>(team);  // all have read the stage that takes the sums
+    wait_for_team<Config>(team);  // all have read the stage that takes the sums
     close<Config>(p, state, smem, r, piece, team, first_row, free_stage);
     walk.advance(p, piece);
   }

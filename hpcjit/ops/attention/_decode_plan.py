@@ -117,9 +117,7 @@ def config_of(a: DecodeArgs, shape: Shape) -> DecodeConfig:
         warps=warps,
         row_groups=groups,
         row_tiles=row_tiles,
-        axis_t="int32"
-        if shape.batch * shape.num_kv_heads * (shape.capacity // tile + 2 * _MARGIN_TILES + 2) < 2**31
-        else "int64",
+        axis_t="int32" if _largest_total(shape, tile) < 2**31 else "int64",
         whole_tiles=shape.page_size % tile == 0,
         q_scale=a.q_scale is not None,
         k_scale=_scale_kind(a.k_scale),
@@ -133,6 +131,11 @@ def config_of(a: DecodeArgs, shape: Shape) -> DecodeConfig:
         schedule=SCHEDULES.index(a.schedule),
         out_vec=4 if alignment(a.out) >= 8 else 1,
     )
+
+
+def _largest_total(shape: Shape, tile: int) -> int:
+    """The cost of all pairs, in tiles, if every request filled its row of the table."""
+    return shape.batch * shape.num_kv_heads * (shape.capacity // tile + 2 + 2 * _MARGIN_TILES)
 
 
 def _scale_kind(scale: torch.Tensor | None) -> int:
