@@ -54,6 +54,7 @@ class JitOp(BaseFusedOp):
     arguments: ClassVar[tuple[str, ...]]
     kinds: ClassVar[tuple[str, ...]]  # of each argument: "tensor", "float", "int", "bool", ...
     mutated: ClassVar[tuple[str, ...]]  # the arguments that receive the result
+    tensor_core_sums: ClassVar[tuple[str, ...]] = ()  # float32 outputs that show such sums unrounded; see numerics.py
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -153,3 +153,11 @@ class TestCopies:
             torch.int32,
             None,
         ]
+
+
+def test_sums_of_tensor_cores_may_be_cut_off():
+    exact = {"lse": torch.tensor([1.0, 2.0, 3.0])}
+    moved = {"lse": exact["lse"] * (1 + 2.0**-22)}
+    assert not numerics.compare(moved, exact, exact, ("lse",))[0].ok
+    assert numerics.compare(moved, exact, exact, ("lse",), ("lse",))[0].ok
+    assert not numerics.compare({"lse": exact["lse"] * (1 + 2.0**-21)}, exact, exact, ("lse",), ("lse",))[0].ok

@@ -39,6 +39,7 @@ class DecodeOp(JitOp):
         " Tensor(b!)? lse) -> ()"
     )
     trace_values = ("seq_lens",)
+    tensor_core_sums = ("lse",)
 
     def check(self, *args: Any) -> None:
         a = DecodeArgs(*args)
