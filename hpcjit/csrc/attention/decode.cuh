@@ -30,7 +30,8 @@ __device__ __forceinline__ void wait_for_team(int team) {
 
 // Before and after pdl::wait(): the cuts, in shared memory, and the producer's first tiles. Each thread has the first
 // of its run of requests at hand; with one per thread that shows whether what was found out before the wait still
-// holds after it. Page ids are read again in any case.
+// holds after it. What the producer has read beyond its first request would not be covered by that, so it starts anew
+// then. Page ids are read again in any case.
 template <class Config>
 __device__ __forceinline__ void prepare(const DecodeParams& p, Small<Config>& small,
                                         Producer<Config>& producer, int team) {
@@ -40,22 +41,24 @@ __device__ __forceinline__ void prepare(const DecodeParams& p, Small<Config>& sm
   const int first = min(begin, batch - 1);
   const bool early = Config::kEarly && Config::kSchedule != kStatic && p.fault == nullptr;
   Request own = {};
-  if (early) own = request_of<Config>(p, first);
+  if (early) own = request_of<Config>(p, first, true);
 #pragma unroll 1
   for (bool guess = early;; guess = false) {
     if (!guess) {
       pdl::wait();
       if constexpr (Config::kTrigger == pdl::kAfterLoads) pdl::trigger();
-      const Request now = request_of<Config>(p, first);
-      if (early)
+      const Request now = request_of<Config>(p, first, false);
+      bool changed = true;
+      if (early) {
 #pragma unroll
-        for (Tile<Config>& tile : producer.asked) tile.ask_page(p);
-      const bool changed = !early || run > 1 || now != own;
+        for (Tile<Config>& tile : producer.asked) tile.ask_page(p, false);
+        changed = run > 1 || now != own || producer.walk.beyond;
+      }
       own = now;
       if (!__syncthreads_or(int(changed))) return;
     }
-    if constexpr (Config::kSchedule != kStatic) find_cuts<Config>(p, small, begin, end, own);
-    producer.begin(p, small, team);
+    if constexpr (Config::kSchedule != kStatic) find_cuts<Config>(p, small, begin, end, own, guess);
+    producer.begin(p, small, team, guess);
     if (!guess) return;
     hint_tile<Config>(p, producer.asked[0]);
     if (threadIdx.x / 32 == Config::kWarps - 1 && small.cuts[0].request < batch)
@@ -120,7 +123,7 @@ __global__ void __launch_bounds__(Config::kWarps * 32, Config::kBlocksPerSm)
     tile -= piece.end - piece.begin;
     wait_for_team<Config>(team);  // all have read the stage that takes the sums
     close<Config>(p, state, smem, r, piece, team, first_row, free_stage);
-    walk.advance(p, piece);
+    walk.advance(p, piece, false);
   }
   pdl::trigger_at<Config::kTrigger, pdl::kAtEnd>();
 }

@@ -57,13 +57,14 @@ struct Tile {
     return row < live_end && (!Config::kWindow || row >= live_begin);
   }
 
-  __device__ __forceinline__ void ask_page(const DecodeParams& p) {
+  __device__ __forceinline__ void ask_page(const DecodeParams& p, bool guess) {
     const int row = Config::kWholeTiles ? 0 : int(threadIdx.x % 32);
     const Place place = place_of(p, first + row);
     slot = place.slot;
     page = 0;
     if (request < 0 || (!Config::kWholeTiles && (row >= Config::kTile || !is_live(row)))) return;
-    page = __ldcg(p.block_table + request * p.table_stride + place.page);
+    const int* entry = p.block_table + request * p.table_stride + place.page;
+    page = guess ? __ldcg(entry) : *entry;
   }
 
   // The page, or 0 for one that does not exist: whatever is read there, it is readable.
@@ -89,22 +90,23 @@ struct Producer {
   bool more;  // the walk has not ended
   Tile<Config> asked[kAhead];
 
-  __device__ __forceinline__ void begin(const DecodeParams& p, const Small<Config>& small, int team) {
+  __device__ __forceinline__ void begin(const DecodeParams& p, const Small<Config>& small, int team,
+                                        bool guess) {
     walk.begin(p, small);
     tile = team;
     more = walk.piece(p, piece);
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) asked[i] = next(p);
+    for (int i = 0; i < kAhead; ++i) asked[i] = next(p, guess);
   }
 
-  __device__ __forceinline__ Tile<Config> next(const DecodeParams& p) {
+  __device__ __forceinline__ Tile<Config> next(const DecodeParams& p, bool guess) {
     while (more && tile >= piece.end - piece.begin) {
       // The invariant schedule deals tiles anew in each piece: who reads a tile must not depend on the others.
       tile = Config::kSchedule == kInvariant ? int(threadIdx.x / 32 / Config::kRowGroups)
                                              : tile - (piece.end - piece.begin);
-      walk.advance(p, piece);
+      walk.advance(p, piece, guess);
       more = walk.piece(p, piece);
-      if (more && threadIdx.x < 32)
+      if (!guess && more && threadIdx.x < 32)
         touch_queries<Config>(p, walk.request, piece.head, [](const void* row) { prefetch_l1(row); });
     }
     Tile<Config> t;
@@ -113,7 +115,7 @@ struct Producer {
     t.first = (walk.tiles.first + piece.begin + tile) * Config::kTile;
     t.live_begin = live_from<Config>(p, walk.request) - t.first;
     t.live_end = walk.request.seq_len - t.first;
-    t.ask_page(p);
+    t.ask_page(p, guess);
     tile += S::kTeams;
     return t;
   }
@@ -189,7 +191,7 @@ __device__ __forceinline__ void start_copies(const DecodeParams& p, Producer<Con
     if constexpr (S::kTokenScales) copy_scales<Config>(p, tile, page, smem.scales(team, stage));
 #pragma unroll
     for (int i = 1; i < Producer<Config>::kAhead; ++i) from.asked[i - 1] = from.asked[i];
-    from.asked[Producer<Config>::kAhead - 1] = from.next(p);
+    from.asked[Producer<Config>::kAhead - 1] = from.next(p, false);
   }
   copy::commit();
 }

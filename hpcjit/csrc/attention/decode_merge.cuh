@@ -122,7 +122,7 @@ __device__ __forceinline__ void write_result(const DecodeParams& p, const Reques
     row.sum = row.sum * weight + weight_of(sink, joint);
     row.max = joint;
   }
-  float inverse = has_weight(row.sum) ? weight / row.sum : 0.f;
+  float inverse = has_weight(row.sum) ? __fdividef(weight, row.sum) : 0.f;
   if constexpr (Shape<Config>::kFp8) inverse *= float(p.v_factor);
   if constexpr (Config::kVScale == 1) inverse *= p.v_scale[head * p.v_scale_head_stride];
   const int64_t token = r.q_start + j;

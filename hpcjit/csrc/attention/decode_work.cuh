@@ -19,15 +19,16 @@ __device__ __forceinline__ bool operator!=(const Request& a, const Request& b) {
   return a.seq_len != b.seq_len || a.q_len != b.q_len || a.q_start != b.q_start;
 }
 
-// Lengths are held to what the table can address, so that no value can lead outside of it. Read through L2:
-// before pdl::wait() they are a guess, and no stale line may stay in L1.
+// Lengths are held to what the table can address, so that no value can lead outside of it. Before pdl::wait() they
+// are a guess and are read through L2: no stale line may stay in L1.
 template <class Config>
-__device__ __forceinline__ Request request_of(const DecodeParams& p, int b) {
-  const int len = max(0, min(__ldcg(p.seq_lens + b), int(p.capacity)));
+__device__ __forceinline__ Request request_of(const DecodeParams& p, int b, bool guess) {
+  const auto read = [&](const int* x) { return guess ? __ldcg(x) : *x; };
+  const int len = max(0, min(read(p.seq_lens + b), int(p.capacity)));
   const int most = int(p.max_q_len);
   if constexpr (!Config::kRagged) return {len, most, b * most};
-  const int begin = __ldcg(p.cu_seqlens_q + b);
-  return {len, max(0, min(__ldcg(p.cu_seqlens_q + b + 1) - begin, most)), begin};
+  const int begin = read(p.cu_seqlens_q + b);
+  return {len, max(0, min(read(p.cu_seqlens_q + b + 1) - begin, most)), begin};
 }
 
 template <class Config>
@@ -50,14 +51,14 @@ __device__ __forceinline__ int cut_step(const DecodeParams& p) {
 // which it has read; the thread whose run holds a cut finds it. Two barriers.
 template <class Config>
 __device__ __forceinline__ void find_cuts(const DecodeParams& p, Small<Config>& small, int begin, int end,
-                                          const Request& first) {
+                                          const Request& first, bool guess) {
   using Int = typename Config::axis_t;
   const int margin = int(p.margin);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   Int own = 0;
   int longest = 0;
   for (int b = begin; b < end; ++b) {
-    const int count = tiles_of<Config>(p, b == begin ? first : request_of<Config>(p, b)).count;
+    const int count = tiles_of<Config>(p, b == begin ? first : request_of<Config>(p, b, guess)).count;
     own += 2 * margin + count;
     longest = max(longest, count);
   }
@@ -100,13 +101,13 @@ __device__ __forceinline__ void find_cuts(const DecodeParams& p, Small<Config>& 
       const Int next = start + heads * (2 * margin + count);
       if (x < next) break;
       start = next;
-      r = request_of<Config>(p, ++b);
+      r = request_of<Config>(p, ++b, guess);
     }
     auto cut = sched::cut_at<Int>(x, b, start, count, margin, cut_step<Config>(p));
     if (cut.head == heads) {
       cut.head = 0;
       ++cut.request;
-      r = request_of<Config>(p, min(cut.request, int(p.batch) - 1));
+      r = request_of<Config>(p, min(cut.request, int(p.batch) - 1), guess);
     }
     small.cuts[i] = cut;
     small.of_cut[i] = r;
@@ -131,13 +132,15 @@ struct Walk {
   int end_request, end_head, end_tile;
   Request request;
   sched::Tiles tiles;
+  bool beyond;  // a request after the first has been read
 
   __device__ __forceinline__ void begin(const DecodeParams& p, const Small<Config>& small) {
+    beyond = false;
     if constexpr (Config::kSchedule == kStatic) {
       const int pair = int(blockIdx.x) / int(p.splits), split = int(blockIdx.x) - pair * int(p.splits);
       at_request = end_request = pair / int(p.num_kv_heads);
       at_head = end_head = pair - at_request * int(p.num_kv_heads);
-      load(p);
+      load(p, false);
       const int share = (tiles.count + int(p.splits) - 1) / int(p.splits);
       at_tile = min(split * share, tiles.count);
       end_tile = min(at_tile + share, tiles.count);
@@ -152,9 +155,8 @@ struct Walk {
     }
   }
 
-  __device__ __forceinline__ void load(const DecodeParams& p) {
-    if (at_request >= p.batch) return;
-    request = request_of<Config>(p, at_request);
+  __device__ __forceinline__ void load(const DecodeParams& p, bool guess) {
+    request = request_of<Config>(p, at_request, guess);
     tiles = tiles_of<Config>(p, request);
   }
 
@@ -162,25 +164,30 @@ struct Walk {
     return at_request == end_request && at_head == end_head;
   }
 
+  __device__ __forceinline__ bool ended(const DecodeParams& p) const {
+    if (at_request > end_request || at_request >= p.batch) return true;
+    return at_request == end_request && (at_head > end_head || (at_head == end_head && at_tile >= end_tile));
+  }
+
   // The current piece; false at the end. Pieces of the invariant schedule end at multiples of its step.
   __device__ __forceinline__ bool piece(const DecodeParams& p, Piece& piece) const {
-    if (at_request > end_request || at_request >= p.batch) return false;
-    if (at_request == end_request && at_head > end_head) return false;
+    if (ended(p)) return false;
     int stop = in_last_pair() ? end_tile : tiles.count;
-    if (in_last_pair() && at_tile >= stop) return false;
     if constexpr (Config::kSchedule == kInvariant) stop = min(stop, at_tile + cut_step<Config>(p));
     piece = {at_request, at_head, at_tile, stop, tiles.count};
     return true;
   }
 
-  __device__ __forceinline__ void advance(const DecodeParams& p, const Piece& piece) {
+  __device__ __forceinline__ void advance(const DecodeParams& p, const Piece& piece, bool guess) {
     at_tile = piece.end;
     if (at_tile < tiles.count || in_last_pair()) return;
     at_tile = 0;
     if (++at_head < p.num_kv_heads) return;
     at_head = 0;
     ++at_request;
-    load(p);
+    if (ended(p)) return;
+    beyond = true;
+    load(p, guess);
   }
 };
 

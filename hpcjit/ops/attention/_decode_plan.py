@@ -49,7 +49,7 @@ class DecodeConfig(Config):
     sinks: bool = False
     schedule: int = 0  # index in SCHEDULES
     out_vec: int = 4
-    early: bool = True  # prefetch into L2 before the predecessor is done
+    early: bool = True  # find the work and prefetch it into L2 before the predecessor is done
     trigger: int = 0
     blocks_per_sm: int = 1
     pdl: bool = True
