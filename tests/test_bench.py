@@ -360,6 +360,33 @@ class TestPlots:
             "128": [2, 8],
         }
 
+    def test_mixes_get_a_panel_per_heads_and_dtype(self):
+        from hpcjit.bench import plots
+
+        names = ("1x8 fp8 64x4K", "1x8 fp8 1x64K+7x4K", "1x8 fp8 64x4K q2", "1x12 fp8 64x4K", "8x128", "1x8 fp8", "odd")
+        rows = [Row("a.b", name, b, cold_us=1.0) for name in names for b in ("jit", "triton")]
+        rows.append(Row("a.b", "1x8 fp8 1x2K", "jit", error="failed"))
+        found = plots.mix_panels(rows)
+        assert {name: list(mixes) for name, mixes in found.items()} == {"1x8 fp8": ["64x4K", "1x64K+7x4K", "64x4K q2"]}
+        assert [row.backend for row in found["1x8 fp8"]["64x4K"]] == ["jit", "triton"]
+
+    def test_decode_cases_are_drawn_by_mix(self, tmp_path: Path):
+        pytest.importorskip("matplotlib")
+        from hpcjit.bench import plots
+
+        cases = runner.choose_cases(["attention.decode"], [])
+        rows = [
+            Row(case.op, case.name, b, cold_us=us, floor_us=floor)
+            for i, case in enumerate(cases)
+            for b, us, floor in (("jit", 2.0 + i, 1.0), ("flash_attn", 3.0 + i, None))
+        ]
+        assert list(plots.mix_panels(rows)) == ["1x8 fp8", "1x8 bf16", "8x64 fp8", "8x64 bf16"]
+        assert plots.draw(rows, tmp_path) == [tmp_path / "attention.decode.png"]
+        figure = plots._figure(rows)
+        labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+        assert labels[:3] == ["64x512", "64x4K", "32x128+32x4K"]
+        assert {text.get_text() for text in figure.legends[0].get_texts()} == {"hpcjit", "flash_attn", "floor"}
+
 
 @pytest.mark.gpu
 class TestOnGpu:

@@ -1,10 +1,12 @@
-"""Latency over size: one PNG per operator, a panel per width, a line per backend, the floor below them."""
+"""One PNG per operator. Latency over size: a panel per width, a line per backend, the floor below them. Or, where cases are
+named mixes of lengths: a panel per heads and dtype, a row per mix, a dot per backend, a mark where the floor is.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,12 @@ LABELS = {
     KernelBackend.TORCH.value: "torch eager",
 }
 COLUMNS = 3
+UNIT = "us per call, cold L2"
 
 Panel = dict[str, list[tuple[int, Row]]]
+MixPanel = dict[str, list[Row]]  # rows by mix
+
+_MIX = re.compile(r"(\d+x\d+ [a-z]\w*) (\S.*)")  # heads and dtype, then the mix
 
 
 def panels(rows: Sequence[Row]) -> dict[str, Panel]:
@@ -50,8 +56,21 @@ def panels(rows: Sequence[Row]) -> dict[str, Panel]:
     return {name: panel for name, panel in found.items() if max(len(points) for points in panel.values()) > 1}
 
 
+def mix_panels(rows: Sequence[Row]) -> dict[str, MixPanel]:
+    """Rows of one operator by heads and dtype, then by mix: `"1x8 fp8 64x4K q2"` is the mix `"64x4K q2"` in `"1x8 fp8"`.
+
+    Cases with other names are left out, and so are panels of a single mix.
+    """
+    found: dict[str, MixPanel] = {}
+    for row in rows:
+        match = _MIX.fullmatch(row.case)
+        if match and row.us:
+            found.setdefault(match[1], {}).setdefault(match[2], []).append(row)
+    return {name: panel for name, panel in found.items() if len(panel) > 1}
+
+
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write `<folder>/<op>.png` for every operator with more than one size, and return the files.
+    """Write `<folder>/<op>.png` for every operator with more than one size or mix, and return the files.
 
     Raises:
         ToolchainError: matplotlib is not installed.
@@ -63,33 +82,49 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     matplotlib.use("Agg")
     written = []
     for op in dict.fromkeys(row.op for row in rows):
-        shown = panels([row for row in rows if row.op == op])
-        if shown:
+        own = [row for row in rows if row.op == op]
+        figure = _figure(own)
+        if figure is not None:
             written.append(folder / f"{op}.png")
-            _figure(op, shown, next(row for row in rows if row.op == op)).savefig(written[-1], dpi=150)
+            figure.savefig(written[-1], dpi=150)
     matplotlib.pyplot.close("all")
     return written
 
 
-def _figure(op: str, shown: dict[str, Panel], sample: Row) -> Any:
+def _figure(rows: Sequence[Row]) -> Any:
+    """The figure of one operator, or None if there is nothing to compare."""
+    mixes = mix_panels(rows)
+    if mixes:
+        height = 1.2 + 0.3 * max(len(panel) for panel in mixes.values())
+        return _grid(rows[0], mixes, _mix_panel, min(2, len(mixes)), (6.6, height))
+    sizes = panels(rows)
+    if not sizes:
+        return None
+    figure = _grid(rows[0], sizes, _panel, min(COLUMNS, len(sizes)), (4.6, 3.9))
+    for axis in figure.axes[:: min(COLUMNS, len(sizes))]:
+        axis.set_ylabel(UNIT)
+    return figure
+
+
+def _grid(
+    sample: Row, shown: Mapping[str, Any], paint: Callable[..., None], columns: int, size: tuple[float, float]
+) -> Any:
+    """A panel for each of `shown`, `size` inches each, under the operator's name and above one legend."""
     from matplotlib import pyplot
 
-    columns = min(COLUMNS, len(shown))
     lines = math.ceil(len(shown) / columns)
     figure, axes = pyplot.subplots(
-        lines, columns, figsize=(4.6 * columns, 3.9 * lines + 0.9), squeeze=False, layout="constrained"
+        lines, columns, figsize=(size[0] * columns, size[1] * lines + 0.9), squeeze=False, layout="constrained"
     )
     for axis, (name, panel) in zip(axes.flat, shown.items(), strict=False):
-        _panel(axis, name, panel)
+        paint(axis, name, panel)
     for axis in list(axes.flat)[len(shown) :]:
         axis.set_visible(False)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("us per call, cold L2")
     pairs = [pair for axis in axes.flat for pair in zip(*axis.get_legend_handles_labels(), strict=True)]
     handles = {label: handle for handle, label in pairs}
     facts = sample.environment
     note = f"{facts.get('gpu', '')}, torch {facts.get('torch', '')}, hpcjit commit {facts.get('commit', '')}"
-    figure.suptitle(f"{op}\n", fontweight="bold", fontsize=13)
+    figure.suptitle(f"{sample.op}\n", fontweight="bold", fontsize=13)
     figure.text(0.5, 1 - 0.36 / figure.get_figheight(), note, ha="center", va="top", fontsize=8.5, color="#555555")
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
     return figure
@@ -118,18 +153,53 @@ def _panel(axis: Any, name: str, panel: Panel) -> None:
     _dress(axis, name, sorted({tokens for points in panel.values() for tokens, _ in points}))
 
 
-def _dress(axis: Any, name: str, sizes: list[int]) -> None:
-    """Logarithmic axes with plain numbers, and light lines."""
-    from matplotlib import ticker
+def _mix_panel(axis: Any, name: str, panel: MixPanel) -> None:
+    rows = [(place, row) for place, of_mix in enumerate(panel.values()) for row in of_mix]
+    for place, of_mix in enumerate(panel.values()):
+        times = [row.us for row in of_mix if row.us]
+        axis.plot([min(times), max(times)], [place, place], color="#dddddd", linewidth=2.5, zorder=1)
+    for backend in (backend for backend in STYLES if any(row.backend == backend for _, row in rows)):
+        colour, marker = STYLES[backend]
+        ours = backend == KernelBackend.JIT.value
+        axis.scatter(
+            [row.us for _, row in rows if row.backend == backend],
+            [place for place, row in rows if row.backend == backend],
+            color=colour,
+            marker=marker,
+            s=60 if ours else 34,
+            edgecolors="white",
+            linewidths=0.5,
+            zorder=3 if ours else 2,
+            label=LABELS.get(backend, backend),
+        )
+    floors = {place: row.floor_us for place, row in rows if row.floor_us}
+    if floors:
+        axis.scatter(list(floors.values()), list(floors), color="black", marker="|", s=90, zorder=4, label="floor")
+    every = [row.us for _, row in rows if row.us]
+    axis.set_xlim(0.5 * min(every), 1.3 * max(every))
+    axis.set_yticks(range(len(panel)), list(panel))
+    axis.invert_yaxis()
+    axis.set_title(name, fontsize=10)
+    axis.set_xlabel(UNIT)
+    _log_scale(axis, axis.xaxis)
 
+
+def _dress(axis: Any, name: str, sizes: list[int]) -> None:
     axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
     axis.set_xticks(sizes, [str(size) for size in sizes])
-    axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    axis.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-    axis.yaxis.set_minor_formatter(ticker.NullFormatter())
     axis.margins(x=0.06)
     axis.set_title(f"size {name}" if name else "", fontsize=10)
     axis.set_xlabel("number of tokens")
+    _log_scale(axis, axis.yaxis)
+
+
+def _log_scale(axis: Any, times: Any) -> None:
+    """A logarithmic axis of times with plain numbers, and light lines."""
+    from matplotlib import ticker
+
+    (axis.set_xscale if times is axis.xaxis else axis.set_yscale)("log")
+    times.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    times.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    times.set_minor_formatter(ticker.NullFormatter())
     axis.grid(True, which="major", color="#dddddd", linewidth=0.7)
     axis.spines[["top", "right"]].set_visible(False)

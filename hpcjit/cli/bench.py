@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="skip rows that DIR already has")
     parser.add_argument("--against", type=Path, metavar="FILE", help="JSON table of targets to grade the rows by")
     parser.add_argument("--from", dest="trace", type=Path, metavar="TRACE", help="time the calls of a recorded trace")
-    parser.add_argument("--plots", action="store_true", help="draw latency over size into DIR (extra: hpcjit[bench])")
+    parser.add_argument("--plots", action="store_true", help="draw the latencies into DIR (extra: hpcjit[bench])")
     parser.add_argument("--time-limit", type=float, metavar="S", help="start no new row after so many seconds")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu (references by wall clock)")
     parser.add_argument("--commit", help="commit to note in the rows, when this is not a checkout")
