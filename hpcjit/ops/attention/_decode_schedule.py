@@ -38,7 +38,6 @@ class Piece(NamedTuple):
 class Rules:
     """What a launch cuts the work by; the names are those of the launch parameters (`decode_params.cuh`)."""
 
-    tile: int  # tokens
     num_kv_heads: int
     workers: int
     splits: int  # of a pair, static
@@ -46,6 +45,7 @@ class Rules:
     whole: int
     slack: int
     margin: int
+    tile: int = 16  # tokens
 
     @classmethod
     def of(cls, plan: Any) -> Rules:
