@@ -4,7 +4,7 @@
 // instruction and a warp needs nobody else: it keeps the maximum, the sum and O of the tokens that it saw.
 // Lane 4 g + t: in S^T it holds tokens g and g + 8 and the query rows 2 t and 2 t + 1 of each 16 x 8 block;
 // in O^T dims in the place of tokens. FP8 data is widened to fp16, which is exact; the order of dims inside a
-// block is then the one in which bytes lie in registers, and Q and O follow it (see dims_of, load_q).
+// block is then the one in which bytes lie in registers, and Q and O follow it (load_q, store_sums).
 #pragma once
 #include "attention/decode_work.cuh"
 #include "hpcjit/ptx/copy.cuh"
@@ -17,9 +17,8 @@ template <class Config>
 struct State {
   static constexpr int kNt = Config::kRowTiles;
   uint32_t q[Config::kHeadDim / 16][kNt][2];
-  float factor
-      [kNt]
-      [2];  // a logit of a column is this times z: S, with a cap the capped logit, times the token's scale
+  // A logit of a column is factor * z. z is S times the token's scale; with a cap it is the logit itself.
+  float factor[kNt][2];
   int end[kNt][2];    // first token that a column must not see
   int begin[kNt][2];  // first token that it may see
   float o[Config::kValueHeadDim / 16][kNt][4];
@@ -27,7 +26,7 @@ struct State {
   float sum[kNt][2];  // of this lane's tokens only
 };
 
-// Query rows of 16 elements of a k-step in the order that the K fragment has, scaled by `factor` before rounding.
+// Q as the second operand: 16 dims of each row per step, in the order that the K fragment has.
 template <class Config>
 __device__ __forceinline__ void load_q(const DecodeParams& p, State<Config>& state, const Request& r,
                                        int head, int first_row) {
