@@ -35,6 +35,7 @@ _CALLS: list[tuple[str, Batch, str]] = [
     ("window", Batch((200, 64, 3, 65), window=64, page=16), "pages before the window have no id"),
     ("window rows", Batch((200, 64, 3, 65), window=33, q_lens=3, page=16), "each row has a window of its own"),
     ("window fp8", Batch((300, 129), window=100, dtype=FP8, q_scale="row", layout="HND"), "begins inside of a page"),
+    ("window past all", Batch((3, 1, 70), window=2**31 - 1, q_lens=8), "no difference to a window leaves 32 bits"),
     ("softcap", Batch(_SMALL, softcap=30.0, scale=1.0), "logits past the cap"),
     ("sinks", Batch(_MIXED, sinks=True), "a sink counts once, also for an empty request"),
     ("all options", Batch((200, 64, 3), sinks=True, softcap=5.0, window=70, q_lens=2, page=16), "in this order"),

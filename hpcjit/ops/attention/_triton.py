@@ -46,8 +46,9 @@ def _bounds(request, query, seq_lens, cu_seqlens_q, capacity, window, Q_LEN: tl.
         first = tl.load(cu_seqlens_q + request)
         q_len = tl.minimum(tl.load(cu_seqlens_q + request + 1) - first, Q_LEN)
     end = tl.where(query < q_len, length - q_len + query + 1, 0)
-    begin = tl.where(window > 0, tl.maximum(end - window, 0), 0)
-    low = tl.where(window > 0, tl.maximum(length - q_len + 1 - window, 0), 0)
+    # A window may be as large as an int32, so nothing negative may lose it.
+    begin = tl.where(window > 0, tl.maximum(tl.maximum(end, 0) - window, 0), 0)
+    low = tl.where(window > 0, tl.maximum(tl.maximum(length - q_len + 1, 0) - window, 0), 0)
     return first.to(tl.int64), q_len, low, length, begin, end
 
 

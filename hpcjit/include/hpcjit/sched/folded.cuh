@@ -39,10 +39,11 @@ struct Tiles {
   int count;
 };
 
-// First token that the first of q_len query rows may see; the last row's own token is seq_len - 1.
+// First token that the first of q_len query rows may see; the last row's own token is seq_len - 1. No window is too
+// large: a difference to it is only taken where it is positive.
 HPCJIT_BOTH int first_token(int seq_len, int q_len, int window) {
-  const int first = window > 0 ? seq_len - q_len + 1 - window : 0;
-  return first > 0 ? first : 0;
+  const int end = seq_len - q_len + 1;
+  return window > 0 && end > window ? end - window : 0;
 }
 
 HPCJIT_BOTH Tiles tiles_of(int seq_len, int q_len, int window, int tile_tokens) {
@@ -68,8 +69,9 @@ struct Cut {
 };
 
 // Equal shares, moved up by at most `slack` to where whole pairs of the largest cost, or equal parts of such a pair,
-// fill an interval: that spares the joins of pieces. No interval is shorter than `least`, and pairs of up to `whole`
-// are not cut at all: below that a join costs more than it saves.
+// fill an interval: that spares the joins of pieces. No interval is shorter than `least`, nor than the largest pair
+// if that costs up to `whole`: below that a join costs more than it saves. Then equal pairs stay whole where there
+// is a worker for each.
 template <class Int>
 HPCJIT_BOTH Int interval_length(Int total, int workers, int largest, int least, int whole, int slack) {
   Int length = divide(Int(total + workers - 1), Int(workers));
