@@ -117,7 +117,7 @@ def config_of(a: DecodeArgs, shape: Shape) -> DecodeConfig:
         warps=warps,
         row_groups=groups,
         row_tiles=row_tiles,
-        axis_t="int32" if _largest_total(shape, tile) < 2**31 else "int64",
+        axis_t="int32" if _largest_total(shape, tile) < 2**30 else "int64",  # some cuts lie past the total
         whole_tiles=shape.page_size % tile == 0,
         q_scale=a.q_scale is not None,
         k_scale=_scale_kind(a.k_scale),
