@@ -18,7 +18,8 @@ from hpcjit.errors import ToolchainError
 from hpcjit.jit_op import Plan
 from hpcjit.ops.attention import _decode_schedule
 from hpcjit.ops.attention._decode import decode_op
-from hpcjit.ops.attention._decode_shape import DecodeArgs
+from hpcjit.ops.attention._decode_plan import Work
+from hpcjit.ops.attention._decode_shape import DecodeArgs, Sizes
 
 ROUNDS = 2000
 FAR = 2**31 - 1
@@ -72,6 +73,13 @@ def cut_pairs(schedule: Schedule) -> Iterator[list]:
     yield from pairs.values()
 
 
+def work_of(batch: Batch, schedule: str) -> Work:
+    """What a launch takes, with a table for the longest request and not more."""
+    dims = {"num_q_heads": batch.heads, "num_kv_heads": batch.heads, "head_dim": 128, "value_head_dim": 128}
+    table = {"page_size": 1, "table_width": max(*batch.lengths, 1)}
+    return Work.of(Sizes(batch=len(batch.lengths), max_q_len=8, **dims, **table), schedule, batch.tile, batch.workers)
+
+
 def check_coverage(schedule: Schedule) -> None:
     """Every tile of every pair once and in order over the workers; a pair without tiles is done once."""
     expected = [(b, h) for b in range(len(schedule.counts)) for h in range(schedule.batch.heads)]
@@ -122,7 +130,7 @@ class TestDynamic:
         for schedule in schedules:
             slots = [schedule.share(piece).slot for pieces in cut_pairs(schedule) for piece in pieces]
             assert len(set(slots)) == len(slots), schedule.batch
-            assert all(0 <= slot < 2 * schedule.batch.workers for slot in slots), schedule.batch
+            assert all(0 <= slot < work_of(schedule.batch, "dynamic").slots for slot in slots), schedule.batch
 
     def test_counters(self, schedules: list[Schedule]):
         """Each belongs to one group or pair, and as many arrive at it as it waits for."""
@@ -132,7 +140,7 @@ class TestDynamic:
                 shares = [schedule.share(piece) for piece in pieces]
                 assert len({share.root for share in shares}) == 1
                 assert shares[0].root not in roots, schedule.batch
-                assert 0 <= shares[0].root < schedule.batch.workers
+                assert 0 <= shares[0].root < work_of(schedule.batch, "dynamic").roots
                 roots[shares[0].root] += 1
                 slot_of |= {share.slot: share.split for share in shares}
                 groups.update(share.leader for share in shares)
@@ -206,6 +214,18 @@ class TestInvariant:
             for piece in schedule.pieces:
                 assert piece.begin % step == 0, schedule.batch
                 assert piece.end == min(piece.begin + step, piece.count), schedule.batch
+
+    def test_slots(self, schedules: list[Schedule]):
+        for dynamic in schedules[:500]:
+            work = work_of(dynamic.batch, "invariant")
+            schedule = Schedule(dynamic.formula, replace(dynamic.batch, step=work.splits))
+            pairs = [piece.request * schedule.batch.heads + piece.head for piece in schedule.pieces]
+            places = [piece.begin // work.splits for piece in schedule.pieces]
+            assert max(places) < work.max_pieces, schedule.batch
+            slots = {pair * work.max_pieces + place for pair, place in zip(pairs, places, strict=True)}
+            assert len(slots) == len(pairs)
+            assert max(slots) < work.slots
+            assert max(pairs) < work.roots
 
 
 class TestInPython:

@@ -16,4 +16,7 @@ _MERGE_STATE = {KernelBackend.JIT: frozenset({CapabilityRequirement.cuda(min_sm=
 
 register_fused_op("attention.merge_state", f"{__name__}._merge_state", "merge_state_op", _MERGE_STATE)
 
-__getattr__, __dir__, __all__ = lazy(__name__, {"decode": "_decode", "merge_state": "_merge_state"})
+__getattr__, __dir__, _ = lazy(
+    __name__, {"decode": "_decode", "merge_state": "_merge_state", "decode_workspace_bytes": "_decode_memory"}
+)
+__all__ = ["decode", "merge_state"]  # the operators

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from hpcjit.build import Config, Template
 from hpcjit.jit_op import Plan
 from hpcjit.ops._rows import TYPE_NAMES
-from hpcjit.ops.attention._decode_shape import FAULT_TEXT, SCHEDULES, DecodeArgs, Shape, alignment
+from hpcjit.ops.attention._decode_shape import FAULT_TEXT, SCHEDULES, DecodeArgs, Shape, Sizes, alignment
 
 INVARIANT_TOKENS = 2048  # of a piece under the invariant schedule
 _SMEM_BYTES = 208 * 1024  # for rings and sums
@@ -20,7 +21,7 @@ _WHOLE_BYTES = 320 * 1024  # up to which a pair is not cut
 _SLACK_TILES = 8  # more for some workers, if that spares cuts
 _MARGIN_TILES = 8  # half of what it costs to open and close a pair, in tiles of about 8 KiB
 _STATIC_SPLITS = 16  # at most
-_ASSUMED_SMS = 132  # for meta tensors
+ASSUMED_SMS = 132  # for meta tensors
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ DECODE = Template(
 )
 
 
-def rows_of(shape: Shape) -> tuple[int, int]:
+def rows_of(shape: Sizes) -> tuple[int, int]:
     """Warps that share a tile, and tiles of 8 query rows per warp."""
     tiles = -(-shape.group * shape.max_q_len // 8)
     per_warp = 1 if tiles == 1 or (shape.value_head_dim > 128 and tiles <= 8) else 2
@@ -85,7 +86,7 @@ def rows_of(shape: Shape) -> tuple[int, int]:
     return groups, per_warp
 
 
-def ring_of(shape: Shape, itemsize: int, groups: int, row_tiles: int) -> tuple[int, int, int]:
+def ring_of(shape: Sizes, itemsize: int, groups: int, row_tiles: int) -> tuple[int, int, int]:
     """Warps of a block, tokens of a tile, and stages of a team's ring: at least two, more where there are few teams."""
     token_bytes = (shape.head_dim + shape.value_head_dim) * itemsize
     tile = 32 if token_bytes <= 320 else 16
@@ -133,7 +134,7 @@ def config_of(a: DecodeArgs, shape: Shape) -> DecodeConfig:
     )
 
 
-def _largest_total(shape: Shape, tile: int) -> int:
+def _largest_total(shape: Sizes, tile: int) -> int:
     """The cost of all pairs, in tiles, if every request filled its row of the table."""
     return shape.batch * shape.num_kv_heads * (shape.capacity // tile + 2 + 2 * _MARGIN_TILES)
 
@@ -157,7 +158,7 @@ class Work:
     roots: int
 
     @classmethod
-    def of(cls, shape: Shape, schedule: str, tile: int, sms: int) -> Work:
+    def of(cls, shape: Sizes, schedule: str, tile: int, sms: int) -> Work:
         pairs = shape.batch * shape.num_kv_heads
         if schedule == "static":
             splits = 1
@@ -170,9 +171,9 @@ class Work:
         return cls(sms, 0, 0, 2 * sms, sms)
 
 
-def memory(shape: Shape, config: DecodeConfig, work: Work) -> tuple[int, int]:
+def memory(shape: Sizes, work: Work) -> tuple[int, int]:
     """Bytes of the workspace and of the counters."""
-    rows = config.row_groups * config.row_tiles * 8
+    rows = math.prod(rows_of(shape)) * 8
     return work.slots * rows * (shape.value_head_dim + 4) * 4, (work.slots + work.roots) * rows * 4
 
 
@@ -181,12 +182,12 @@ def plan(op: Any, *args: Any) -> Plan:
     a = DecodeArgs(*args)
     shape = Shape.of(a)
     config = config_of(a, shape)
-    sms = _ASSUMED_SMS
+    sms = ASSUMED_SMS
     if a.q.is_cuda:
         sms = torch.cuda.get_device_properties(a.q.device).multi_processor_count
     work = Work.of(shape, a.schedule, config.tile, sms)
     tile_bytes = config.tile * (shape.head_dim + shape.value_head_dim) * a.k_cache.itemsize
-    workspace_bytes, counter_bytes = memory(shape, config, work)
+    workspace_bytes, counter_bytes = memory(shape, work)
     optional = ("cu_seqlens_q", "q_scale", "k_scale", "v_scale", "sinks", "lse")
     values: dict[str, int | float | str] = {name: 0 for name in optional if getattr(a, name) is None}
     sizes = (

@@ -68,30 +68,18 @@ def paged(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     return tensor if layout == "NHD" else tensor.transpose(1, 2)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes and strides of a call that passed the checks. A stride of an axis of one element is a valid stand-in."""
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is known of a call without its tensors."""
 
     batch: int
-    total_q: int
     max_q_len: int
-    ragged: bool
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
     value_head_dim: int
     page_size: int
-    num_pages: int
     table_width: int
-    table_stride: int  # from one request's row of the block table to the next
-    q: Rows
-    q_scale: Rows  # (0, 0) for one scale or none, likewise below
-    k: Paged
-    v: Paged
-    k_scale: Paged
-    v_scale: Paged
-    out: Rows
-    lse: Rows
 
     @property
     def group(self) -> int:
@@ -102,6 +90,24 @@ class Shape:
     def capacity(self) -> int:
         """Tokens that a request can have: lengths are clamped to [0, capacity]."""
         return min(self.table_width * self.page_size, MAX_LENGTH)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape(Sizes):
+    """Sizes and strides of a call that passed the checks. A stride of an axis of one element is a valid stand-in."""
+
+    total_q: int
+    ragged: bool
+    num_pages: int
+    table_stride: int  # from one request's row of the block table to the next
+    q: Rows
+    q_scale: Rows  # (0, 0) for one scale or none, likewise below
+    k: Paged
+    v: Paged
+    k_scale: Paged
+    v_scale: Paged
+    out: Rows
+    lse: Rows
 
     @classmethod
     def of(cls, a: DecodeArgs) -> Shape:
