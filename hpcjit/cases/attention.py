@@ -1,9 +1,10 @@
 """Cases of the attention group: decode batches from uniform to one request that outweighs all others.
 
 A name is KV heads x query heads, dtype of the cache, requests x length; pages of 64 slots, heads of 128 and layout HND unless
-it says otherwise: q4 four new tokens per request, d64 heads of 64, p16 pages of 16 slots, nhd. With an FP8 cache the queries
-are FP8 too, with the scales that every peer can express: one for the queries, one for K, none for V. The pool holds the live
-pages in random order and nothing else.
+it says otherwise: q4 four new tokens per request, d64 heads of 64, p16 pages of 16 slots, nhd, static and invariant schedules.
+With an FP8 cache the queries are FP8 too, with the scales that every peer can express: one for the queries, one for K, none
+for V; rowscale has those of queries per token and head, tokenscale those of K and V. The pool holds the live pages in random
+order and nothing else.
 
 Of `merge_state`, a name is tokens x heads x head_dim.
 """
@@ -53,6 +54,9 @@ class Batch:
     value_head_dim: int = 128
     page_size: int = 64
     layout: str = "HND"
+    schedule: str = "dynamic"
+    row_scales: bool = False
+    token_scales: bool = False
     with_lse: bool = False
 
     @property
@@ -61,10 +65,10 @@ class Batch:
 
     @property
     def bytes(self) -> int:
-        """Live keys and values, queries and results."""
-        kv = sum(self.lengths) * self.num_kv_heads * (self.head_dim + self.value_head_dim) * self.dtype.itemsize
-        per_head = self.head_dim * self.dtype.itemsize + self.value_head_dim * 2
-        return kv + self.num_rows * self.num_q_heads * per_head
+        """Live keys and values, queries and results, and scales of each."""
+        per_token = (self.head_dim + self.value_head_dim) * self.dtype.itemsize + 8 * self.token_scales
+        per_row = self.head_dim * self.dtype.itemsize + self.value_head_dim * 2 + 4 * self.row_scales
+        return sum(self.lengths) * self.num_kv_heads * per_token + self.num_rows * self.num_q_heads * per_row
 
     @property
     def flops(self) -> int:
@@ -77,14 +81,19 @@ class Batch:
         q = m.normal(self.num_rows, self.num_q_heads, self.head_dim, dtype=self.dtype)
         table, lengths = table_of(m, counts), torch.tensor(self.lengths, dtype=torch.int32, device=m.device)
         quantised = self.dtype == _FP8
-        q_scale = m.normal(1, dtype=torch.float32).abs() + 0.5 if quantised else None
-        k_factor = 1.25 if quantised else 1.0
+        q_scale = _scale(m, *(self.num_rows, self.num_q_heads) if self.row_scales else (1,)) if quantised else None
+        kv_scales = [_scale(m, *cache.shape[:3]) if self.token_scales else None for cache in caches]
+        k_factor = 1.25 if quantised and not self.token_scales else 1.0
         dtype = torch.bfloat16 if quantised else self.dtype
         out = m.poison(self.num_rows, self.num_q_heads, self.value_head_dim, dtype=dtype)
         lse = m.poison(self.num_rows, self.num_q_heads, dtype=torch.float32) if self.with_lse else None
-        scales = (None, q_scale, None, None, None, self.head_dim**-0.5, k_factor, 1.0)
-        options = (1.0, False, 0, self.q_len, self.layout, "dynamic")
+        scales = (None, q_scale, *kv_scales, None, self.head_dim**-0.5, k_factor, 1.0)
+        options = (1.0, False, 0, self.q_len, self.layout, self.schedule)
         return q, *caches, table, lengths, *scales, *options, out, lse
+
+
+def _scale(m: Maker, *shape: int) -> torch.Tensor:
+    return m.normal(*shape, dtype=torch.float32).abs() + 0.5
 
 
 def table_of(m: Maker, counts: list[int]) -> torch.Tensor:
@@ -108,6 +117,10 @@ _VARIANTS: dict[str, dict[str, int | str]] = {
     "p16": {"page_size": 16},
     "p1": {"page_size": 1},
     "nhd": {"layout": "NHD"},
+    "static": {"schedule": "static"},
+    "invariant": {"schedule": "invariant"},
+    "rowscale": {"row_scales": True},
+    "tokenscale": {"token_scales": True},
 }
 
 
@@ -132,6 +145,12 @@ def _decode_cases() -> Iterator[Case]:
         yield _named("1x8", dtype, "64x4K", "q4")
         for variant in ("d64", "d256", "d192+128", "p16", "p1", "nhd"):
             yield _named("8x64", dtype, "32x128+32x4K", variant)
+    for mix in ("64x512", "64x4K", "32x128+32x4K", "2x32K+30x4K", "1x64K+15x4K", "1x128K+31x4K"):
+        yield _named("1x8", "fp8", mix, "static")
+    for mix in ("64x4K", "1x64K+15x4K"):
+        yield _named("1x8", "fp8", mix, "invariant")
+    yield _named("1x8", "fp8", "64x4K", "rowscale")
+    yield _named("1x8", "fp8", "64x4K", "tokenscale")
 
 
 def _merge_state(tokens: int, heads: int, head_dim: int) -> tuple[int, Make]:
