@@ -33,7 +33,7 @@ def decode_workspace_bytes(
     power of two, takes `4 * (value_head_dim + 4)` bytes of scratch in each of so many slots:
 
         dynamic    2 * num_sms, whatever the batch and the lengths: 1.1 MB for 8 rows and heads of 128, 18 MB for 128 rows
-        static     pairs * splits, less than 4 * num_sms; at most one for each pair where those alone are 2 * num_sms
+        static     pairs * splits, less than 4 * num_sms; none where the pairs alone are 2 * num_sms
         invariant  pairs * (capacity / 2048 + 1), where capacity = table_width * page_size: this alone grows with the
                    tokens that a request can have. 64 requests of 128K take 18 MB for each KV head of 8 rows.
 

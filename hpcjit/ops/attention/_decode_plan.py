@@ -164,6 +164,8 @@ class Work:
             splits = 1
             while splits < _STATIC_SPLITS and pairs * splits < 2 * sms:
                 splits *= 2
+            if splits == 1:  # nothing is merged
+                return cls(pairs, 1, 0, 0, 0)
             return cls(pairs * splits, splits, 0, pairs * splits, pairs)
         if schedule == "invariant":
             pieces = -(-shape.capacity // INVARIANT_TOKENS) + 1  # a window may begin inside of a tile

@@ -14,6 +14,7 @@ HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))  # (head_dim, value_h
 LAYOUTS = ("NHD", "HND")
 SCHEDULES = ("dynamic", "static", "invariant")
 MAX_LENGTH = 2**31 - 1
+MAX_TOKENS = 2**31 - 64  # that a request can have: the ends of their tiles are no more than MAX_LENGTH
 
 # Positions that device code reports: request * table_width + column for a page id, -1 - request for a length.
 FAULT_TEXT = (
@@ -89,7 +90,7 @@ class Sizes:
     @property
     def capacity(self) -> int:
         """Tokens that a request can have: lengths are clamped to [0, capacity]."""
-        return min(self.table_width * self.page_size, MAX_LENGTH)
+        return min(self.table_width * self.page_size, MAX_TOKENS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +124,8 @@ class Shape(Sizes):
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             value_head_dim=a.v_cache.shape[3],
-            page_size=page_size,
-            num_pages=num_pages,
+            page_size=min(page_size, MAX_LENGTH),
+            num_pages=min(num_pages, MAX_LENGTH + 1),
             table_width=table_width,
             table_stride=_steps(a.block_table, table_width)[0],
             q=_rows(a.q),
