@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from hpcjit import checks
@@ -12,13 +14,23 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 def require(op: str, name: str, value: torch.Tensor, min_ndim: int = 1) -> None:
     """What must hold before a public function can ask for the shape of `value` to allocate its result."""
-    if not isinstance(value, torch.Tensor) or value.ndim < min_ndim:
+    if not isinstance(value, torch.Tensor) or value.is_nested or value.ndim < min_ndim:
         checks.tensor(op, name, value, min_ndim=min_ndim)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a reference computes: float32, or float64 for float64 inputs (which only references take)."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def overwrites_none(op: str, name: str, value: torch.Tensor, inputs: Mapping[str, torch.Tensor | None]) -> None:
+    """Refuse a tensor to be written that begins at the same memory as one that is read meanwhile."""
+    if torch.compiler.is_compiling() or value.device.type == "meta" or not value.numel():
+        return  # there are no addresses to compare
+    for other_name, other in inputs.items():
+        if other is not None and other.numel() and value.data_ptr() == other.data_ptr():
+            expected = f"other memory than '{other_name}', which is read meanwhile"
+            raise ArgumentError(op, name, expected, checks.describe(value))
 
 
 def distinct(op: str, name: str, value: torch.Tensor) -> None:

@@ -102,6 +102,16 @@ class TestPublic:
         a = TINY.but(q_lens=4).named(m)
         assert same_bits(decode(*a[:5]), decode(*a[:5], max_q_len=4))
 
+    @pytest.mark.parametrize("dynamic", [None, True])
+    def test_compiled_with_other_numbers(self, m: Maker, dynamic):
+        """Numbers that torch.compile makes variable are no graph break."""
+        a = TINY.but(dtype=FP8).named(m)
+        torch._dynamo.reset()
+        compiled = torch.compile(decode, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        for x in (0.5, 0.25, 2.0):
+            numbers = {"scale": x, "softcap": 3 * x, "q_scale": x + 1, "k_scale": x, "v_scale": x}
+            assert same_bits(compiled(*a[:5], **numbers), decode(*a[:5], **numbers))
+
     def test_rows_of_nobody_stay(self, m: Maker):
         a = run(TINY.but(q_lens=(2, 0, 1))(m))
         assert a.out[3:].isnan().all()
@@ -168,6 +178,11 @@ class TestLengthsAreClamped:
             assert (a.lse[1] == -torch.inf).all()
 
 
+def nested(row: torch.Tensor) -> torch.Tensor:
+    return torch.nested.as_nested_tensor([row, row, row])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 class TestRefused:
     @pytest.fixture
     def call(self, m: Maker):
@@ -192,6 +207,8 @@ class TestRefused:
         self.refused(call, "q", "16 bytes", q=m.normal(3, 4, 68)[..., :64])
         self.refused(call, "q", "16 bytes", q=m.normal(3 * 4 * 64 + 1)[1:].view(3, 4, 64))
         self.refused(call, "q", "last axis", q=m.normal(3, 4, 128)[..., ::2])
+        self.refused(call, "q", "64/64, 128/128, 256/256, 192/128", q=m.normal(3, 4, 0))
+        self.refused(call, "q", "a dense tensor", q=nested(m.normal(4, 64)), error=ArgumentTypeError)
 
     def test_caches(self, m: Maker, call):
         pool = call["k_cache"].shape
@@ -218,6 +235,7 @@ class TestRefused:
         self.refused(call, "block_table", "last axis", block_table=table.t().contiguous().t())
         self.refused(call, "seq_lens", "int32", seq_lens=lengths.long(), error=ArgumentTypeError)
         self.refused(call, "seq_lens", "[batch]", seq_lens=lengths.view(3, 1))
+        self.refused(call, "seq_lens", "a dense tensor", seq_lens=nested(lengths), error=ArgumentTypeError)
         self.refused(call, "seq_lens", "last axis", seq_lens=lengths.repeat_interleave(2)[::2])
 
     def test_rows(self, m: Maker, call):
@@ -239,7 +257,9 @@ class TestRefused:
         fp8 = dict(zip(call, (*a[:5], a.out), strict=True))
         for bad in (0.0, -1.0, float("nan"), float("inf")):
             self.refused(fp8, "k_scale", k_scale=bad)
-        self.refused(fp8, "v_scale", "a number", v_scale="0.5", error=ArgumentTypeError)
+        for bad in ("0.5", True, [0.5]):
+            self.refused(fp8, "v_scale", "a number or a tensor", v_scale=bad, error=ArgumentTypeError)
+        self.refused(fp8, "q_scale", "float32", q_scale=1e39)
         self.refused(fp8, "q_scale", "[3, 4] (total_q, num_q_heads)", q_scale=torch.ones(3, 2, device=m.device))
         self.refused(fp8, "k_scale", "[2] (num_kv_heads)", k_scale=torch.ones(4, device=m.device))
         pages = a.k_cache.shape[0]
@@ -253,12 +273,37 @@ class TestRefused:
         self.refused(call, "scale", "positive", scale=0.0)
         self.refused(call, "scale", "a number", scale="1", error=ArgumentTypeError)
         self.refused(call, "softcap", "positive", softcap=-30.0)
+        for name in ("scale", "softcap"):
+            for bad in (1e39, 1e-39):
+                self.refused(call, name, "the normal numbers of float32", **{name: bad})
+            for bad in (float("nan"), float("inf"), -float("inf")):
+                self.refused(call, name, "finite", **{name: bad})
+            self.refused(call, name, "a number", error=ArgumentTypeError, **{name: True})
+        self.refused(call, "return_lse", "one of False, True", return_lse=1)
+        self.refused(call, "return_lse", "one of False, True", return_lse=torch.ones(2))
         self.refused(call, "window", "in [1, ", window=0)
         self.refused(call, "window", "an integer", window=1.5, error=ArgumentTypeError)
         self.refused(call, "sinks", "of shape [4]", sinks=torch.ones(2, device=m.device))
         self.refused(call, "sinks", "float32", sinks=m.normal(4), error=ArgumentTypeError)
         with pytest.raises(Exception, match="fastest"):
             decode(**call, backend="fastest")
+
+    def test_outputs_on_inputs(self, m: Maker):
+        """Whatever an output begins on top of, and an input behind it does not count."""
+        a = TINY.but(dtype=FP8, q_scale="row", k_scale="token", sinks=True).named(m)
+        good = dict(zip(("q", "k_cache", "v_cache", "block_table", "seq_lens"), a[:5], strict=True))
+        good |= {"q_scale": a.q_scale, "k_scale": a.k_scale, "sinks": a.sinks, "out": a.out}
+        for name in ("q_scale", "k_scale"):
+            self.refused(good, "lse", f"other memory than '{name}'", lse=good[name].flatten()[:12].view(3, 4))
+        lengths = torch.zeros(12, dtype=torch.int32, device=m.device)
+        on_top = lengths.view(torch.float32).view(3, 4)
+        self.refused(good, "lse", "other memory than 'seq_lens'", seq_lens=lengths[:3], lse=on_top)
+        sinks = torch.zeros(16, device=m.device)
+        self.refused(good, "lse", "other memory than 'sinks'", sinks=sinks[:4], lse=sinks[:12].view(3, 4))
+        decode(**good | {"sinks": sinks[:4], "lse": sinks[4:].view(3, 4)})
+        table = torch.zeros(3, 256, dtype=torch.int32, device=m.device)
+        out = table.view(BF16).flatten()[: 3 * 4 * 64].view(3, 4, 64)
+        self.refused(good, "out", "other memory than 'block_table'", block_table=table, out=out)
 
     def test_outputs(self, m: Maker, call):
         self.refused(call, "out", "of shape [3, 4, 64]", out=m.normal(3, 4, 128))

@@ -200,6 +200,26 @@ class TestRefused:
         with rejects(OP, "lse", match="both are written"):
             merge_state(out_a, lse_a, out_b, lse_b, out=out_a, lse=out_a[..., 0])
 
+    def test_the_memory_of_another_kind_of_input(self, m: Maker):
+        """Values and log-sum-exps are read at different times."""
+        out_a, lse_a, out_b, lse_b = sides(m, tokens=5, heads=3, dim=4, dtype=FP32)
+        buffer = m.normal(5 * 3 * 4, dtype=FP32)
+        values, lse = buffer.view(5, 3, 4), buffer[:15].view(5, 3)
+        with rejects(OP, "out", buffer, match="other memory than 'lse_a'"):
+            merge_state(out_a, lse, out_b, lse_b, out=values)
+        with rejects(OP, "out", buffer, match="other memory than 'lse_b'"):
+            merge_state(out_a, lse_a, out_b, lse, out=values)
+        with rejects(OP, "lse", buffer, match="other memory than 'out_a'"):
+            merge_state(values, lse_a, out_b, lse_b, lse=lse)
+        with rejects(OP, "lse", buffer, match="other memory than 'out_b'"):
+            merge_state(out_a, lse_a, values, lse_b, lse=lse)
+
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    def test_nested(self, m: Maker):
+        out_a, *rest = sides(m)
+        with rejects(OP, "out_a", match="nested", error=ArgumentTypeError):
+            merge_state(torch.nested.as_nested_tensor(list(out_a)), *rest)
+
     def test_gradients(self, m: Maker):
         args = sides(m)
         args[3].requires_grad_()

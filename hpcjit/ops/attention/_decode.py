@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from hpcjit import checks
-from hpcjit.errors import ArgumentError
+from hpcjit.errors import ArgumentError, ArgumentTypeError
 from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
-from hpcjit.ops._tensors import distinct, require
+from hpcjit.ops._tensors import distinct, overwrites_none, require
 from hpcjit.ops.attention._decode_shape import (
     HEAD_DIMS,
     LAYOUTS,
@@ -25,6 +25,8 @@ from hpcjit.ops.attention._decode_shape import (
 
 _HALVES = (torch.bfloat16, torch.float16)
 _FP8 = torch.float8_e4m3fn
+_LEAST, _MOST = 2.0**-126, 2.0**128 - 2.0**104  # the normal numbers of float32: all of them have an inverse
+_NUMBERS = (int, float)  # a tuple: torch 2.8 cannot trace isinstance with a union
 _PAIRS = ", ".join(f"{head_dim}/{value}" for head_dim, value in HEAD_DIMS)
 
 
@@ -153,14 +155,15 @@ class DecodeOp(JitOp):
         rows = (a.q.shape[0], a.q.shape[1])
         checks.tensor(self.op, "out", a.out, dtypes=_HALVES, shape=(*rows, a.v_cache.shape[3]), like=a.q)
         distinct(self.op, "out", a.out)
-        for name, value in (("q", a.q), ("k_cache", a.k_cache), ("v_cache", a.v_cache)):
-            if _begin_together(a.out, value):
-                expected = f"other memory than '{name}', which is read meanwhile"
-                raise ArgumentError(self.op, "out", expected, checks.describe(a.out))
+        inputs = {
+            name: x for name, x in a._asdict().items() if isinstance(x, torch.Tensor) and name not in self.mutated
+        }
+        overwrites_none(self.op, "out", a.out, inputs)
         if a.lse is not None:
             checks.tensor(self.op, "lse", a.lse, dtypes=(torch.float32,), shape=rows, like=a.q, dense_last=False)
             distinct(self.op, "lse", a.lse)
             checks.apart(self.op, "lse", a.lse, "out", a.out)
+            overwrites_none(self.op, "lse", a.lse, inputs)
 
     def plan(self, *args: Any) -> Plan | str:
         a = DecodeArgs(*args)
@@ -201,15 +204,11 @@ class DecodeOp(JitOp):
 
 
 def _positive(name: str, value: Any) -> float:
+    if isinstance(value, _NUMBERS) and not isinstance(value, bool) and _LEAST <= value <= _MOST:
+        return float(value)  # nothing else is asked of a good value: torch.compile can trace this of any float
     if checks.number(DecodeOp.op, name, value) <= 0:
         raise ArgumentError(DecodeOp.op, name, "positive", value)
-    return float(value)
-
-
-def _begin_together(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if torch.compiler.is_compiling() or a.device.type == "meta" or not a.numel():
-        return False  # there are no addresses to compare
-    return a.data_ptr() == b.data_ptr()
+    raise ArgumentError(DecodeOp.op, name, f"in [{_LEAST:g}, {_MOST:g}], the normal numbers of float32", value)
 
 
 decode_op = DecodeOp()
@@ -261,7 +260,7 @@ def decode(
             head_dim/value_head_dim are 64/64, 128/128, 256/256 or 192/128.
         k_cache: `[num_pages, page_size, num_kv_heads, head_dim]` for layout NHD, `[num_pages, num_kv_heads, page_size,
             head_dim]` for HND, of the dtype of `q` or float8_e4m3fn (which a float8 `q` needs); heads at multiples of 16
-            bytes, otherwise any strides. The new tokens are in it already. num_q_heads is 1 to 16 times num_kv_heads; any
+            bytes, otherwise any strides but 0. The new tokens are in it already. num_q_heads is 1 to 16 times num_kv_heads; any
             page_size, multiples of 16 are fast. Slots that hold no live token may hold anything, NaN too.
         v_cache: as `k_cache`, with `value_head_dim`.
         block_table: int32 `[batch, table_width]`, the pages of each request in order; rows at any stride. Entries after the
@@ -291,9 +290,10 @@ def decode(
 
     Raises:
         ArgumentError: a wrong dtype, shape, stride, alignment or device, an unsupported combination (says what is supported),
-            scales of what is not float8, a tensor that requires grad, outputs on top of inputs. With HPCJIT_DEBUG=1 also
-            a length below 0 or past `table_width * page_size`, and a page id of a live token outside of the pool, with
-            request and position; without it such lengths are clamped, and the result of such a request is undefined.
+            scales of what is not float8, a number that float32 does not hold, a tensor that requires grad, an output that
+            begins where an input does. With HPCJIT_DEBUG=1 also a length below 0 or past `table_width * page_size`, and a page
+            id of a live token outside of the pool, with request and position; without it such lengths are clamped, and the
+            result of such a request is undefined.
 
     Every call with the same arguments gives the same bits. Safe under CUDA graphs once the signature has run or been
     prewarmed: lengths, rows and pages are read on the device and may change between replays.
@@ -304,7 +304,9 @@ def decode(
     require(DecodeOp.op, "q", q, 3)
     require(DecodeOp.op, "v_cache", v_cache, 4)
     require(DecodeOp.op, "seq_lens", seq_lens)
-    scale = q.shape[2] ** -0.5 if scale is None else _positive("scale", scale)
+    if return_lse is not False and return_lse is not True:
+        checks.choice(DecodeOp.op, "return_lse", return_lse, (False, True))
+    scale = max(q.shape[2], 1) ** -0.5 if scale is None else _positive("scale", scale)
     q_scale, q_factor = _split_scale("q_scale", q_scale)
     if q_factor != 1 and q.dtype != _FP8:
         raise ArgumentError(DecodeOp.op, "q_scale", "None, because q is not float8", q_factor)
@@ -336,6 +338,8 @@ def _split_scale(name: str, scale: Scale) -> tuple[torch.Tensor | None, float]:
     """The tensor and the number of a scale."""
     if scale is None or isinstance(scale, torch.Tensor):
         return scale, 1.0
+    if isinstance(scale, bool) or not isinstance(scale, _NUMBERS):
+        raise ArgumentTypeError(DecodeOp.op, name, "a number or a tensor", checks.describe(scale))
     return None, _positive(name, scale)
 
 

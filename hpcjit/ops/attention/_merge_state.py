@@ -13,7 +13,7 @@ from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
 from hpcjit.ops import _peers
 from hpcjit.ops._rows import TYPE_NAMES, streams, vector_width
-from hpcjit.ops._tensors import FLOATS, accumulation_dtype, distinct, require
+from hpcjit.ops._tensors import FLOATS, accumulation_dtype, distinct, overwrites_none, require
 from hpcjit.spec import KernelBackend
 
 _MAX_VECS = 4  # of each side in flight in a lane
@@ -74,6 +74,8 @@ class MergeStateOp(JitOp):
             for source in sources:
                 _check_in_place(self.op, name, result, source)
         checks.apart(self.op, "lse", lse, "out", out)
+        overwrites_none(self.op, "out", out, {"lse_a": lse_a, "lse_b": lse_b})
+        overwrites_none(self.op, "lse", lse, {"out_a": out_a, "out_b": out_b})
         checks.no_grad(self.op, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out, lse=lse)
 
     def plan(
@@ -220,7 +222,8 @@ def merge_state(
         +inf outweighs every finite one, two of them count half each. NaN in either makes `out` and `lse` of that head NaN.
 
     Raises:
-        ArgumentError: a wrong dtype, shape, stride or device, or a tensor that requires grad.
+        ArgumentError: a wrong dtype, shape, stride or device, a tensor that requires grad, or a result that begins where an
+            input does that it may not take the place of.
 
     Safe under CUDA graphs once the signature has run or been prewarmed. Method: Milakov and Gimelshein, 2018.
     """
