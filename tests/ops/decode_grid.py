@@ -28,6 +28,7 @@ _CALLS: list[tuple[str, Batch, str]] = [
     ("fused q", Batch(_SMALL, views="fused"), "q is a view of a projection"),
     ("joint", Batch(_SMALL, views="joint", layout="HND"), "both caches are views of one tensor"),
     ("spaced", Batch(_SMALL, views="spaced"), "gaps in outputs and table, lse transposed; odd rows of out"),
+    ("spaced group 5", Batch(_SMALL, group=5, q_lens=3, kv_heads=1, views="spaced"), "padded rows are not written"),
     ("wide table", Batch(_SMALL, more_width=5, dead_id=2**31 - 1), "entries past the live ones are no page ids"),
     ("ragged", Batch((40, 9, 0, 130, 5), q_lens=(3, 0, 2, 8, 1), group=12, kv_heads=1), "rows of nobody stay"),
     ("ragged fp8", Batch((40, 9, 70), q_lens=(1, 4, 2), dtype=FP8, q_scale="row"), "ragged scales"),
