@@ -27,6 +27,7 @@ struct DecodeParams {
   double v_factor;
   double softcap;
   int64_t batch;
+  int64_t total_q;
   int64_t max_q_len;
   int64_t num_kv_heads;
   int64_t group;  // query heads per KV head

@@ -19,16 +19,17 @@ __device__ __forceinline__ bool operator!=(const Request& a, const Request& b) {
   return a.seq_len != b.seq_len || a.q_len != b.q_len || a.q_start != b.q_start;
 }
 
-// Lengths are held to what the table can address, so that no value can lead outside of it. Before pdl::wait() they
-// are a guess and are read through L2: no stale line may stay in L1.
+// Lengths are held to what the table can address and rows to those that q has, so that no value can lead outside of
+// them. Before pdl::wait() they are a guess and are read through L2: no stale line may stay in L1.
 template <class Config>
 __device__ __forceinline__ Request request_of(const DecodeParams& p, int b, bool guess) {
   const auto read = [&](const int* x) { return guess ? __ldcg(x) : *x; };
   const int len = max(0, min(read(p.seq_lens + b), int(p.capacity)));
-  const int most = int(p.max_q_len);
+  const int most = int(p.max_q_len), all = int(p.total_q);
   if constexpr (!Config::kRagged) return {len, most, b * most};
-  const int begin = read(p.cu_seqlens_q + b);
-  return {len, max(0, min(read(p.cu_seqlens_q + b + 1) - begin, most)), begin};
+  const int begin = max(0, min(read(p.cu_seqlens_q + b), all));
+  const int end = max(begin, min(read(p.cu_seqlens_q + b + 1), all));
+  return {len, min(end - begin, most), begin};
 }
 
 template <class Config>

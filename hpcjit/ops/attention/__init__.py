@@ -5,7 +5,7 @@ from hpcjit.ops._peers import FLASH_ATTN, FLASHINFER, FLASHINFER_XQA, SGLANG, TR
 from hpcjit.registry import register_fused_op
 from hpcjit.spec import CapabilityRequirement, KernelBackend
 
-# The kernels read pages by TMA, which begins with Hopper.
+# The kernels are shaped for Hopper's shared memory.
 _JIT = frozenset({CapabilityRequirement.cuda(min_sm=(9, 0))})
 
 _DECODE = {KernelBackend.JIT: _JIT} | TRITON_FP8 | FLASHINFER | FLASHINFER_XQA | FLASH_ATTN

@@ -64,7 +64,7 @@ DECODE = Template(
     params=(
         *("q", "k_cache", "v_cache", "block_table", "seq_lens", "cu_seqlens_q", "q_scale", "k_scale", "v_scale"),
         *("sinks", "out", "lse", "workspace", "counters", "fault", "scale", "k_factor", "v_factor", "softcap"),
-        *("batch", "max_q_len", "num_kv_heads", "group", "num_pages", "page_size", "page_shift", "capacity"),
+        *("batch", "total_q", "max_q_len", "num_kv_heads", "group", "num_pages", "page_size", "page_shift", "capacity"),
         *("table_width", "table_stride", "window", "workers", "splits", "least", "whole", "slack", "margin"),
         *("max_pieces", "slots"),
         *("q_token_stride", "q_head_stride", "q_scale_token_stride", "q_scale_head_stride"),
@@ -194,6 +194,7 @@ def plan(op: Any, *args: Any) -> Plan:
     values: dict[str, int | float | str] = {name: 0 for name in optional if getattr(a, name) is None}
     sizes = (
         "batch",
+        "total_q",
         "max_q_len",
         "num_kv_heads",
         "group",
