@@ -82,7 +82,9 @@ def _gathered(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """`[num_kv_heads, tokens, dim]` of these slots, with the scale applied."""
-    values = paged(cache, layout)[pages, slots].to(dtype).transpose(0, 1)
+    bytes_only = cache.dtype == torch.float8_e4m3fn  # which torch 2.8 cannot index on a CPU
+    values = paged(cache.view(torch.uint8) if bytes_only else cache, layout)[pages, slots]
+    values = values.view(cache.dtype).to(dtype).transpose(0, 1)
     if scale is None:
         return values * factor
     if scale.ndim == 3:
