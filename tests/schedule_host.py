@@ -25,7 +25,7 @@ using namespace hpcjit::sched;
 
 template <class Int>
 void interval(const int64_t* a, int64_t* out) {
-  out[0] = interval_length<Int>(Int(a[0]), int(a[1]), int(a[2]), int(a[3]), int(a[4]), int(a[5]));
+  out[0] = interval_length<Int>(Int(a[0]), int(a[1]), int(a[2]), int(a[3]), int(a[4]), int(a[5]), int(a[6]));
 }
 template <class Int>
 void cut(const int64_t* a, int64_t* out) {
@@ -69,8 +69,8 @@ class Formula:
         out = self._call("tiles", 0, seq_len, q_len, window, tile_tokens)
         return out[0], out[1]
 
-    def interval(self, total: int, workers: int, largest: int, least: int, whole: int, slack: int) -> int:
-        return self._call(f"interval_{self._bits}", 1, total, workers, largest, least, whole, slack)[0]
+    def interval(self, total: int, pairs: int, workers: int, largest: int, least: int, whole: int, slack: int) -> int:
+        return self._call(f"interval_{self._bits}", 1, total, pairs, workers, largest, least, whole, slack)[0]
 
     def cut(self, x: int, request: int, start: int, count: int, margin: int, step: int) -> Cut:
         return Cut(*self._call(f"cut_{self._bits}", 1, x, request, start, count, margin, step))
@@ -161,7 +161,8 @@ class Schedule:
         self.total = formula.fits(self.starts[-1])
         largest = 2 * batch.margin + max(self.counts)
         whole = 2 * batch.margin + batch.whole
-        self.interval = formula.interval(self.total, batch.workers, largest, batch.least, whole, batch.slack)
+        pairs = batch.heads * len(self.counts)
+        self.interval = formula.interval(self.total, pairs, batch.workers, largest, batch.least, whole, batch.slack)
 
     @cached_property
     def cuts(self) -> list[Cut]:

@@ -85,8 +85,9 @@ __device__ __forceinline__ void find_cuts(const DecodeParams& p, Small<Config>& 
   }
   const int heads = int(p.num_kv_heads);
   const Int all = heads * total;
-  const Int interval = sched::interval_length<Int>(all, int(p.workers), 2 * margin + longest, int(p.least),
-                                                   2 * margin + int(p.whole), int(p.slack));
+  const Int interval =
+      sched::interval_length<Int>(all, heads * int(p.batch), int(p.workers), 2 * margin + longest,
+                                  int(p.least), 2 * margin + int(p.whole), int(p.slack));
   const Int run_begin = heads * (before + up_to - own), run_end = heads * (before + up_to);
   if (threadIdx.x == 0) small.axis = {all, interval, margin};
 #pragma unroll 1

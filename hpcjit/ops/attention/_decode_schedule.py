@@ -63,12 +63,12 @@ def tiles_of(seq_len: int, q_len: int, window: int, tile_tokens: int) -> tuple[i
     return first, (seq_len - 1) // tile_tokens + 1 - first
 
 
-def interval_length(total: int, workers: int, largest: int, least: int, whole: int, slack: int) -> int:
+def interval_length(total: int, pairs: int, workers: int, largest: int, least: int, whole: int, slack: int) -> int:
     """What each worker gets of an axis of length `total`."""
     length = max(-(-total // workers), least)
     if largest <= whole:
         length = max(length, largest)
-    if largest <= 0 or length <= 1:
+    if largest <= 0 or length <= 1 or total != pairs * largest:
         return length
     parts = (largest - 1) // (length - 1)
     even = -(-length // largest) * largest if length > largest else -(-largest // parts)
@@ -94,7 +94,7 @@ def cuts(counts: Sequence[int], rules: Rules) -> list[Cut]:
         starts.append(starts[-1] + heads * (2 * margin + count))
     total = starts[-1]
     sizes = (2 * margin + max(counts, default=0), rules.least, 2 * margin + rules.whole, rules.slack)
-    length = interval_length(total, rules.workers, *sizes)
+    length = interval_length(total, heads * len(counts), rules.workers, *sizes)
     found, request = [], 0
     for x in range(0, (rules.workers + 1) * length, length):
         while request < len(counts) and x >= starts[request + 1]:

@@ -68,16 +68,17 @@ struct Cut {
   Int start;  // S of the pair
 };
 
-// Equal shares, moved up by at most `slack` to where whole pairs of the largest cost, or equal parts of such a pair,
-// fill an interval: that spares the joins of pieces. No interval is shorter than `least`, nor than the largest pair
+// Equal shares. If all pairs cost the same, moved up by at most `slack` to where whole pairs, or equal parts of a pair,
+// fill an interval: that spares the joins of pieces, and in a mixed batch only balance. No interval is shorter than `least`, nor than the largest pair
 // if that costs up to `whole`: below that a join costs more than it saves. Then equal pairs stay whole where there
 // is a worker for each.
 template <class Int>
-HPCJIT_BOTH Int interval_length(Int total, int workers, int largest, int least, int whole, int slack) {
+HPCJIT_BOTH Int interval_length(Int total, int pairs, int workers, int largest, int least, int whole,
+                                int slack) {
   Int length = divide(Int(total + workers - 1), Int(workers));
   length = length > least ? length : least;
   if (largest <= whole && length < largest) length = largest;
-  if (largest <= 0 || length <= 1) return length;
+  if (largest <= 0 || length <= 1 || total != Int(pairs) * largest) return length;
   Int even;
   if (length > largest) {
     even = divide(Int(length + largest - 1), Int(largest)) * largest;
