@@ -98,7 +98,11 @@ static int add_tensor(const Caller* self, PyObject* object, int i, Signature* s)
   PyObject* type = (PyObject*)Py_TYPE(object);
   if (type != self->tensor_type && type != self->parameter_type)
     return 0;  // subclasses may mean something else
-  if (self->exchange->tensor_from_object(object, &t) || t.ndim > MAX_NDIM) return 0;
+  if (self->exchange->tensor_from_object(object, &t)) {
+    PyErr_Clear();  // a nested or sparse tensor: the slow path says what is wrong with it
+    return 0;
+  }
+  if (t.ndim > MAX_NDIM) return 0;
   s->address[i] = (uint64_t)(uintptr_t)t.data + t.byte_offset;
   uint64_t same =
       0;  // 1 + the first earlier argument at this address: a call on one tensor twice is another call

@@ -50,7 +50,9 @@ class PythonCaller:
         for kind, value in zip(self.kinds, args, strict=True):
             if kind != "t" or value is None:
                 key += (type(value), value)  # 1, 1.0 and True are equal but not the same call
-            elif type(value) not in PLAIN_TENSORS or (grad and value.requires_grad):
+            elif type(value) not in PLAIN_TENSORS or value.is_nested or value.layout != torch.strided:
+                return None
+            elif grad and value.requires_grad:
                 return None
             else:
                 address = value.data_ptr()

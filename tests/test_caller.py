@@ -206,6 +206,24 @@ def test_a_parameter_shares_the_plan_of_a_tensor_and_a_followed_one_is_refused(t
     assert len(stub.calls) == 2
 
 
+@pytest.mark.parametrize("kind", ["sparse", "nested"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_tensor_without_plain_memory_goes_the_slow_way(toy, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch raises for it where the signature is made, and that must not be all that the caller of an operator sees."""
+    op, stub = toy
+    y = torch.eye(4, 8).to_sparse() if kind == "sparse" else torch.nested.as_nested_tensor([torch.randn(8)] * 4)
+
+    def check(*args) -> None:
+        if args[1] is not None:
+            raise ArgumentError(op.op, "y", "a dense tensor", kind)
+
+    monkeypatch.setattr(op, "check", check)
+    with pytest.raises(ArgumentError, match="a dense tensor"):
+        op.forward_jit(*arguments(y=y))
+    op.forward_jit(*arguments())
+    assert len(stub.calls) == 1
+
+
 def test_a_subclass_without_rules_of_its_own_runs(toy) -> None:
     class Tagged(torch.Tensor):
         pass
