@@ -50,9 +50,7 @@ class PythonCaller:
         for kind, value in zip(self.kinds, args, strict=True):
             if kind != "t" or value is None:
                 key += (type(value), value)  # 1, 1.0 and True are equal but not the same call
-            elif type(value) not in PLAIN_TENSORS or value.is_nested or value.layout != torch.strided:
-                return None
-            elif grad and value.requires_grad:
+            elif not _plain(value) or (grad and value.requires_grad):
                 return None
             else:
                 address = value.data_ptr()
@@ -60,6 +58,11 @@ class PythonCaller:
                 same = None if first == len(key) else first
                 key += (value.shape, value.stride(), value.dtype, value.device, address & 15, same)
         return tuple(key)
+
+
+def _plain(tensor: Any) -> bool:
+    """Whether sizes, strides and an address say all about it."""
+    return type(tensor) in PLAIN_TENSORS and tensor.layout == torch.strided and not tensor.is_nested
 
 
 def make(kinds: str, miss: Miss) -> Any:
