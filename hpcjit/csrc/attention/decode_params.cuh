@@ -78,7 +78,6 @@ template <int kTile, int kDim, int kElementBytes>
 struct TileShape {
   static constexpr int kRowBytes = kDim * kElementBytes;
   static constexpr int kPanel = kRowBytes % 128 == 0 ? 128 : 64;
-  static constexpr int kPanels = kRowBytes / kPanel;
   static constexpr int kPanelBytes = kTile * kPanel;
   static constexpr int kBytes = kTile * kRowBytes;
   static constexpr int kChunks = kRowBytes / 16;
