@@ -87,6 +87,22 @@ def test_softcap(m: Maker, experts, cap):
     assert torch.equal(ids.long().sort(-1).values, exact.topk(3).indices.sort(-1).values)
 
 
+@pytest.mark.parametrize("experts", [7, 100, 257])
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_softcap_with_other_options(m: Maker, experts, renormalize, biased):
+    """Logits of -inf count as -cap, padding does not count, and a row of -inf alone is uniform."""
+    logits = m.normal(6, experts, dtype=torch.float32, std=4.0)
+    logits[1, ::2], logits[2, 1:], logits[3] = -INF, -INF, -INF
+    bias = torch.linspace(0, 0.5, experts, device=m.device) if biased else None
+    weights, ids = topk_softmax(logits, 5, softcap=2.0, renormalize=renormalize, bias=bias)
+    exact = torch.softmax(2.0 * torch.tanh(logits.double() / 2.0), -1)
+    chosen = exact.gather(-1, ids.long())
+    if renormalize:
+        chosen = chosen / chosen.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights.double(), chosen, rtol=4e-6, atol=0)
+
+
 def test_bias_steers_the_choice_only(m: Maker):
     logits = row(m, 1.0, 2.0, 3.0, 4.0)
     bias = torch.tensor([1.0, 0.0, 0.0, -1.0], device=m.device)

@@ -149,16 +149,22 @@ struct TokenRow {
     return x;
   }
 
+  // What padding stands for in a sum of exponentials: -inf, which a softcap would make -softcap.
+  __device__ float weighed(int i) const {
+    if constexpr (Config::kHasSoftcap) return inside(i) ? capped(score[i]) : -INFINITY;
+    return score[i];
+  }
+
   // 1 / sum of exponentials, 0 for a sum of 0.
   __device__ float inverse_total(float largest) const {
     float total = 0.f;
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) total += quick_exponential(capped(score[i]), largest);
+    for (int i = 0; i < kPerLane; ++i) total += quick_exponential(weighed(i), largest);
     total = reduce_lanes<Add>(total);
     if (total != total) {
       total = 0.f;
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) total += exponential(capped(score[i]), largest);
+      for (int i = 0; i < kPerLane; ++i) total += exponential(weighed(i), largest);
       total = reduce_lanes<Add>(total);
     }
     return total > 0.f ? 1.f / total : 0.f;
