@@ -1,4 +1,4 @@
-// Host side of a launch: one call that sets grid, block, shared memory and the PDL attribute.
+// Host side of a launch: one call that sets grid, block, shared memory, cluster and the PDL attribute.
 #pragma once
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -14,22 +14,38 @@ struct LaunchShape {
   int threads;
   int smem_bytes = 0;
   bool pdl = false;
+  int cluster = 1;  // neighbouring blocks; `blocks` is a multiple of it. Above 8: allow_large_cluster
 };
+
+// Clusters above 8 blocks are not portable and must be asked for, once per device (in `prepare`).
+template <class... Params>
+inline cudaError_t allow_large_cluster(void (*kernel)(Params...)) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+}
 
 template <class... Params, class... Args>
 inline cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t stream,
                           Args... args) {
   if (shape.blocks == 0) return cudaSuccess;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2];
+  int count = 0;
+  if (shape.pdl) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = unsigned(shape.cluster);
+    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+    ++count;
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(unsigned(shape.blocks));
   config.blockDim = dim3(unsigned(shape.threads));
   config.dynamicSmemBytes = size_t(shape.smem_bytes);
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = shape.pdl ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = unsigned(count);
   return cudaLaunchKernelEx(&config, kernel, Params(args)...);
 }
 

@@ -1,0 +1,44 @@
+// Blocks of a cluster: who they are, their barrier, and reads of each other's shared memory (SM 9.0).
+//
+// What a block wrote to its shared memory before arrive() is seen by every thread of the cluster after wait(). A block
+// must not end while another may still read its memory: arrive() after the last such read, and wait() before the end.
+#pragma once
+#include <stdint.h>
+
+namespace hpcjit::cluster {
+
+__device__ __forceinline__ uint32_t rank() {
+  uint32_t x;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(x));
+  return x;
+}
+
+__device__ __forceinline__ void arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Where `address` of this block's shared memory lies in that of block `rank`.
+__device__ __forceinline__ uint32_t map(uint32_t address, uint32_t rank) {
+  uint32_t y;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(y) : "r"(address), "r"(rank));
+  return y;
+}
+
+__device__ __forceinline__ float load(uint32_t mapped) {
+  float x;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(mapped) : "memory");
+  return x;
+}
+__device__ __forceinline__ float4 load4(uint32_t mapped) {
+  float4 x;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(mapped)
+               : "memory");
+  return x;
+}
+
+}  // namespace hpcjit::cluster
