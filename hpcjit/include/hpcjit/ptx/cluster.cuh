@@ -1,7 +1,8 @@
-// Blocks of a cluster: who they are, their barrier, and reads of each other's shared memory (SM 9.0).
+// Blocks of a cluster: who they are, their barrier, and access to each other's shared memory (SM 9.0).
 //
-// What a block wrote to its shared memory before arrive() is seen by every thread of the cluster after wait(). A block
-// must not end while another may still read its memory: arrive() after the last such read, and wait() before the end.
+// What a thread wrote to shared memory of any block before arrive() is seen by every thread of the cluster after wait().
+// A block must have started before its memory is touched (a barrier that all arrive at when they start), and must not
+// end while another may still touch it: readers arrive() after their last read, and all wait() before they end.
 #pragma once
 #include <stdint.h>
 
@@ -39,6 +40,12 @@ __device__ __forceinline__ float4 load4(uint32_t mapped) {
                : "r"(mapped)
                : "memory");
   return x;
+}
+
+__device__ __forceinline__ void store4(uint32_t mapped, float4 x) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(mapped), "f"(x.x), "f"(x.y),
+               "f"(x.z), "f"(x.w)
+               : "memory");
 }
 
 }  // namespace hpcjit::cluster

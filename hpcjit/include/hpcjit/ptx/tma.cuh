@@ -1,0 +1,38 @@
+// Bulk copies of boxes of a tensor into shared memory, described by a tensor map (SM 9.0). One thread issues a copy;
+// what lies outside the tensor arrives as zeros and counts in the bytes.
+#pragma once
+#include <stdint.h>
+
+namespace hpcjit::tma {
+
+__device__ __forceinline__ void prefetch_map(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Box at (column, row); `barrier` counts its bytes.
+__device__ __forceinline__ void load(uint32_t target, const void* map, int column, int row,
+                                     uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
+      "[%4];" ::"r"(target),
+      "l"(map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+// To the same place of every block of the cluster in `mask`; each one's own barrier counts the bytes.
+__device__ __forceinline__ void load_to(uint16_t mask, uint32_t target, const void* map, int column, int row,
+                                        uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
+      "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(mask)
+      : "memory");
+}
+
+// A hint, as prefetch_l2 is.
+__device__ __forceinline__ void prefetch_box(const void* map, int column, int row) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row)
+               : "memory");
+}
+
+}  // namespace hpcjit::tma
