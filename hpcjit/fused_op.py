@@ -31,7 +31,8 @@ from hpcjit.spec import (
     why_unsatisfied,
 )
 
-# TORCH_COMPILE is left out: it would compile in the middle of serving without anyone having asked for it.
+# TORCH_COMPILE is left out: it would compile in the middle of serving without anyone having asked for it. So is CUBLAS_TF32,
+# whose results are worse than what the operators promise.
 DEFAULT_PRIORITY: tuple[KernelBackend, ...] = (
     KernelBackend.JIT,
     KernelBackend.AOT,
@@ -175,6 +176,9 @@ class BaseFusedOp(ABC):
         raise NotImplementedError
 
     def forward_deepgemm(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def forward_cublas_tf32(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
     def forward_aot(self, *args: Any, **kwargs: Any) -> Any:

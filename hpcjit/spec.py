@@ -58,6 +58,7 @@ class KernelBackend(str, Enum):
     FLASHINFER_XQA = "flashinfer_xqa"  # the XQA kernels in FlashInfer, which rival its own
     FLASH_ATTN = "flash_attn"
     DEEPGEMM = "deepgemm"
+    CUBLAS_TF32 = "cublas_tf32"  # torch's product where it may round float32 to TF32
     AOT = "aot"  # ahead-of-time binaries of other packages, such as sgl_kernel
 
     def __str__(self) -> str:

@@ -23,6 +23,7 @@ STYLES: dict[str, tuple[str, str]] = {
     KernelBackend.TRITON.value: ("#56B4E9", "v"),
     KernelBackend.FLASH_ATTN.value: ("#F0E442", "D"),
     KernelBackend.DEEPGEMM.value: ("#CC79A7", "P"),
+    KernelBackend.CUBLAS_TF32.value: ("#D55E00", "h"),
     KernelBackend.TORCH_COMPILE.value: ("#CC79A7", "X"),
     KernelBackend.TORCH.value: ("#999999", "d"),
 }

@@ -38,6 +38,7 @@ ORDER = (
     KernelBackend.FLASH_ATTN,
     KernelBackend.DEEPGEMM,
     KernelBackend.TRITON,
+    KernelBackend.CUBLAS_TF32,
     KernelBackend.TORCH,
     KernelBackend.TORCH_COMPILE,
 )

@@ -38,6 +38,9 @@ FLASH_ATTN: dict[KernelBackend, Capabilities] = {
 SGLANG: dict[KernelBackend, Capabilities] = {
     KernelBackend.AOT: frozenset({CapabilityRequirement.cuda(min_sm=(8, 0), package="sglang.kernels")})
 }
+CUBLAS_TF32: dict[KernelBackend, Capabilities] = {
+    KernelBackend.CUBLAS_TF32: frozenset({CapabilityRequirement.cuda(min_sm=(8, 0))})
+}
 # Our own baselines: they need nothing of a peer but its compiler, which converts to float8 from SM 8.9 on.
 TRITON: dict[KernelBackend, Capabilities] = {
     KernelBackend.TRITON: frozenset({CapabilityRequirement.cuda(min_sm=(8, 0), package="triton")})
