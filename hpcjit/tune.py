@@ -1,0 +1,95 @@
+"""Measured configuration tables: which constants of a kernel were fastest, per device and shape, kept as data.
+
+A table is a JSON file of the package, `tuned/<name>.json`:
+
+    {"NVIDIA H200": {"sm_count": 132,
+                     "shapes": {"N=192 K=4096 fast": [[1, {"kernel": "stream", "splits": 8}], [17, {...}]]}}}
+
+Each shape has measured sizes in ascending order (numbers of tokens, as a rule) with the values found there. What was
+measured at a size holds up to the next. A shape or a device without an entry gets nothing, and the operator's own rule
+decides. A device counts as measured under its name, or as one with equally many multiprocessors: what is fastest depends
+on little else within an architecture.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER = Path(__file__).parent / "tuned"
+HOPPER_SMS = 132  # of a device that is not there: prewarming plans for an H100 or H200
+
+Value = int | float | bool | str
+Values = Mapping[str, Value]
+Entries = list[tuple[int, dict[str, Any]]]
+
+
+@cache
+def table(name: str) -> dict[str, Any]:
+    """The table as it stands in its file; empty if there is none.
+
+    Raises:
+        ValueError: the file is not a table.
+    """
+    path = FOLDER / f"{name}.json"
+    if not path.exists():
+        return {}
+    found = json.loads(path.read_text())
+    check(found, str(path))
+    return found  # type: ignore[no-any-return]
+
+
+def check(found: Any, source: str) -> None:
+    """Raise ValueError unless `found` has the form of a table."""
+    try:
+        for device in found.values():
+            if not isinstance(device["sm_count"], int):
+                raise TypeError("sm_count is no integer")
+            for shape, entries in device["shapes"].items():
+                sizes = [size for size, values in entries if isinstance(values, dict)]
+                if len(sizes) != len(entries) or not sizes or sizes != sorted(set(sizes)):
+                    raise TypeError(f"{shape}: sizes must ascend, each with its values")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{source} is not a table of measured configurations: {error!r}") from None
+
+
+def sm_count(device: torch.device) -> int:
+    """Multiprocessors of a device; those of an H200 where there is no device, as for meta tensors."""
+    if device.type != "cuda":
+        return HOPPER_SMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def lookup(name: str, device: torch.device, shape: str, size: int) -> Values | None:
+    """What was measured for `shape` at the largest size up to `size`, or None."""
+    entries = _entries(name, *_identity(device)).get(shape)
+    if not entries:
+        return None
+    place = bisect_right([measured for measured, _ in entries], size)
+    return entries[place - 1][1] if place else None
+
+
+def _identity(device: torch.device) -> tuple[str, int]:
+    if device.type != "cuda":
+        return "", HOPPER_SMS
+    return torch.cuda.get_device_properties(device).name, sm_count(device)
+
+
+@cache
+def _entries(name: str, device_name: str, sms: int) -> Mapping[str, Entries]:
+    devices = table(name)
+    alike = [found for found in devices.values() if found["sm_count"] == sms]
+    best = devices.get(device_name) or (alike[0] if alike else {"shapes": {}})
+    return best["shapes"]  # type: ignore[no-any-return]
+
+
+def forget() -> None:
+    """Read the files again at the next look-up."""
+    table.cache_clear()
+    _entries.cache_clear()
