@@ -1,8 +1,9 @@
 // Blocks of a cluster: who they are, their barrier, and access to each other's shared memory (SM 9.0).
 //
-// What a thread wrote to shared memory of any block before arrive() is seen by every thread of the cluster after wait().
-// A block must have started before its memory is touched (a barrier that all arrive at when they start), and must not
-// end while another may still touch it: readers arrive() after their last read, and all wait() before they end.
+// A block must have started before its memory is touched (a barrier that all arrive at when they start), and must not end
+// while another may still touch it. What a thread wrote to shared memory of any block before arrive() is seen by every
+// thread of the cluster after wait(). That release is a fence of the whole GPU; where nothing was written,
+// arrive_relaxed() costs nothing. store4_async() tells the receiver by its mbarrier, and needs neither.
 #pragma once
 #include <stdint.h>
 
@@ -16,6 +17,9 @@ __device__ __forceinline__ uint32_t rank() {
 
 __device__ __forceinline__ void arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -42,10 +46,13 @@ __device__ __forceinline__ float4 load4(uint32_t mapped) {
   return x;
 }
 
-__device__ __forceinline__ void store4(uint32_t mapped, float4 x) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(mapped), "f"(x.x), "f"(x.y),
-               "f"(x.z), "f"(x.w)
-               : "memory");
+// Counts 16 bytes at `mapped_barrier`, which lies in the same block as `mapped`, when they have arrived.
+__device__ __forceinline__ void store4_async(uint32_t mapped, float4 x, uint32_t mapped_barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+          mapped),
+      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(mapped_barrier)
+      : "memory");
 }
 
 }  // namespace hpcjit::cluster

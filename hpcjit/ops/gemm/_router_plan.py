@@ -1,0 +1,157 @@
+"""Which kernel computes router logits, and with which constants."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hpcjit import tune
+from hpcjit.build import Config, Template
+from hpcjit.jit_op import Plan
+from hpcjit.ops._rows import TYPE_NAMES
+
+TABLE = "router_gemm"  # tuned/router_gemm.json, shapes as `shape_name` spells them
+STEP_K = 32  # of hidden_size, in one step of a warp
+TERMS = {"accurate": 3, "fast": 2}
+
+
+@dataclass(frozen=True)
+class RouterStreamConfig(Config):
+    x_t: str = "bf16"
+    out_t: str = "fp32"
+    terms: int = 3
+    row_tiles: int = 1  # 16 experts each
+    token_tiles: int = 1  # 8 tokens each
+    warps: int = 8
+    splits: int = 8  # blocks of a cluster, which split hidden_size
+    depth: int = 2  # steps of a warp under way
+    blocks_per_sm: int = 1  # at least: bounds the registers
+    presplit: bool = False
+    aligned: bool = True  # four neighbours of x and of the weights can be read at once
+    exact: bool = True  # hidden_size is whole steps
+    once: bool = False  # every warp has exactly `depth` steps
+    prefetch: bool = True
+    pdl: bool = True
+
+
+ROUTER_STREAM = Template(
+    op="gemm.router_stream",
+    header="gemm/router_stream.cuh",
+    entry="hpcjit::gemm::RouterStream",
+    config=RouterStreamConfig,
+    params=(
+        *("x", "weight", "weight_low", "out", "num_tokens", "num_experts", "hidden_size"),
+        *("x_stride", "weight_stride", "low_stride", "out_stride", "scale"),
+    ),
+)
+
+# What a table may say of the kernel; the rest of its config follows from the call.
+TUNED = ("row_tiles", "token_tiles", "warps", "splits", "depth", "blocks_per_sm", "prefetch")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the choice depends on."""
+
+    num_tokens: int
+    num_experts: int
+    hidden_size: int
+    num_sms: int = tune.HOPPER_SMS
+
+
+def shape_of(x: torch.Tensor, num_experts: int) -> Shape:
+    return Shape(x.shape[0], num_experts, x.shape[1], tune.sm_count(x.device))
+
+
+def shape_name(shape: Shape, mode: str) -> str:
+    """How a table calls a shape."""
+    return f"N={shape.num_experts} K={shape.hidden_size} {mode}"
+
+
+def plan(x: torch.Tensor, weight: torch.Tensor, mode: str, out: torch.Tensor) -> Plan:
+    shape = shape_of(x, weight.shape[0])
+    tuned = tune.lookup(TABLE, x.device, shape_name(shape, mode), shape.num_tokens)
+    return tile_plan(x, weight, mode, out, shape, tuned) or stream_plan(x, (weight,), mode, out, shape, tuned)
+
+
+def tile_plan(
+    x: torch.Tensor, weight: torch.Tensor, mode: str, out: torch.Tensor, shape: Shape, tuned: tune.Values | None
+) -> Plan | None:
+    """The plan of the kernel for many tokens, or None where it does not apply or is slower."""
+    return None
+
+
+def stream_plan(
+    x: torch.Tensor,
+    weights: tuple[torch.Tensor, ...],
+    mode: str,
+    out: torch.Tensor,
+    shape: Shape,
+    tuned: tune.Values | None = None,
+) -> Plan:
+    """The plan of the kernel for few tokens. `weights` are the fp32 weights, or their high and low parts in bf16."""
+    presplit = len(weights) == 2
+    config = dataclasses.replace(
+        stream_rule(shape),
+        x_t=TYPE_NAMES[x.dtype],
+        out_t=TYPE_NAMES[out.dtype],
+        terms=2 if presplit else TERMS[mode],
+        presplit=presplit,
+        aligned=shape.hidden_size % 4 == 0 and all(map(_in_fours, (x, *weights))),
+    )
+    if tuned and tuned.get("kernel", "stream") == "stream":
+        found: dict[str, Any] = {name: tuned[name] for name in TUNED if name in tuned}
+        config = dataclasses.replace(config, **found)
+    steps = -(-shape.hidden_size // STEP_K)
+    config = dataclasses.replace(
+        config,
+        exact=config.aligned and shape.hidden_size % STEP_K == 0,
+        once=steps == config.splits * config.warps * config.depth,
+    )
+    high, low = weights[0], weights[-1] if presplit else None
+    values: dict[str, int | float | str] = {
+        "num_tokens": shape.num_tokens,
+        "num_experts": shape.num_experts,
+        "hidden_size": shape.hidden_size,
+        "x_stride": _row_stride(x),
+        "weight_stride": _row_stride(high),
+        "low_stride": 0 if low is None else _row_stride(low),
+        "out_stride": _row_stride(out),
+    }
+    if presplit:
+        values |= {"weight": "w_high", "weight_low": "w_low"}
+    else:
+        values |= {"weight_low": 0, "scale": 1.0}
+    return Plan(ROUTER_STREAM, config, values)
+
+
+def stream_rule(shape: Shape) -> RouterStreamConfig:
+    """Constants for a shape that was not measured: all weights of a block under way at once, over all multiprocessors."""
+    token_tiles = 1 if shape.num_tokens <= 8 else 2 if shape.num_tokens <= 16 else 4 if shape.num_tokens <= 32 else 8
+    row_tiles = 1 if token_tiles <= 2 else 2
+    tiles = -(-shape.num_experts // (16 * row_tiles)) * -(-shape.num_tokens // (8 * token_tiles))
+    steps = -(-shape.hidden_size // STEP_K)
+    splits = 8
+    while splits > 1 and (tiles * splits > 3 * shape.num_sms or steps < 4 * splits):
+        splits //= 2
+    share = -(-steps // splits)  # of a block
+    shared = tiles * splits > shape.num_sms  # several blocks on a multiprocessor
+    depth = 1 if row_tiles * token_tiles >= 16 else 2 if not shared else 3
+    warps = max(1, min(8 if shared or depth == 1 else 16, -(-share // depth)))
+    return RouterStreamConfig(
+        row_tiles=row_tiles, token_tiles=token_tiles, warps=warps, splits=splits, depth=depth, blocks_per_sm=1
+    )
+
+
+def _row_stride(x: torch.Tensor) -> int:
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1]
+
+
+def _in_fours(x: torch.Tensor) -> bool:
+    """Whether four neighbours, from every fourth element of every row on, lie on a boundary of their size."""
+    size = 4 * x.element_size()
+    address = 0 if x.device.type == "meta" else x.data_ptr()
+    return address % size == 0 and _row_stride(x) % 4 == 0
