@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import decode_grid
+import gemm_grid
 import torch
 
 from hpcjit.cases import Args, Maker
@@ -348,6 +349,11 @@ def _decode_entries() -> Iterator[Entry]:
         yield Entry("attention.decode", label, batch, why)
 
 
+def _gemm_entries() -> Iterator[Entry]:
+    for call in gemm_grid.calls():
+        yield Entry(*call)
+
+
 def _merge_entries() -> Iterator[Entry]:
     def sides(m, tokens, heads, dim, dtype, kind):
         how = MISALIGNED if kind == "misaligned" else PLAIN
@@ -406,4 +412,5 @@ GRID: list[Entry] = [
     *_qk_entries(),
     *_decode_entries(),
     *_merge_entries(),
+    *_gemm_entries(),
 ]

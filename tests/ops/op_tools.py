@@ -34,6 +34,8 @@ OPS = [
     "moe.topk_softmax",
     "attention.decode",
     "attention.merge_state",
+    "gemm.router_gemm",
+    "gemm.gemm_bf16x2",
 ]
 
 
@@ -70,6 +72,10 @@ def as_public(op: str, args: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]
             for side in "kv"
         }
         return list(args[:5]), {**scales, "layout": named["layout"]}
+    if group == "gemm":
+        names = {"accuracy": "mode", "scale": "scale", "out": "out"}
+        options = {names[key]: value for key, value in named.items() if key in names}
+        return [value for key, value in named.items() if key not in names], options
     if name == "decode":
         return list(args[:5]), _options_of_decode(named)
     # In the others the outputs and options have the names of the schema, but for `scale`.

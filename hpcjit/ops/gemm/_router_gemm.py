@@ -20,19 +20,20 @@ RESULTS = (torch.float32, torch.bfloat16)
 
 class RouterGemmOp(JitOp):
     op = "gemm.router_gemm"
-    schema = "(Tensor x, Tensor weight, str mode, Tensor(a!) out) -> ()"
+    # Not "mode": torch's own wrappers of operators have an argument of that name.
+    schema = "(Tensor x, Tensor weight, str accuracy, Tensor(a!) out) -> ()"
     tensor_core_sums = ("out",)
 
-    def check(self, x: torch.Tensor, weight: torch.Tensor, mode: str, out: torch.Tensor) -> None:
+    def check(self, x: torch.Tensor, weight: torch.Tensor, accuracy: str, out: torch.Tensor) -> None:
         check_product(self.op, x, {"weight": weight}, torch.float32, out)
-        checks.choice(self.op, "mode", mode, tuple(_router_plan.TERMS))
+        checks.choice(self.op, "mode", accuracy, tuple(_router_plan.TERMS))
 
-    def plan(self, x: torch.Tensor, weight: torch.Tensor, mode: str, out: torch.Tensor) -> Plan | str:
-        return _router_plan.plan(x, weight, mode, out) if out.numel() else NOTHING
+    def plan(self, x: torch.Tensor, weight: torch.Tensor, accuracy: str, out: torch.Tensor) -> Plan | str:
+        return _router_plan.plan(x, weight, accuracy, out) if out.numel() else NOTHING
 
-    def reference(self, x: torch.Tensor, weight: torch.Tensor, mode: str, out: torch.Tensor) -> None:
-        """What `mode` promises: the product in float32, or the weights in two bfloat16 parts, also in float32."""
-        if mode == "accurate" or weight.dtype == torch.float64:
+    def reference(self, x: torch.Tensor, weight: torch.Tensor, accuracy: str, out: torch.Tensor) -> None:
+        """What the mode promises: the product in float32, or the weights in two bfloat16 parts, also in float32."""
+        if accuracy == "accurate" or weight.dtype == torch.float64:
             matmul(x, weight, out)
             return
         high = weight.bfloat16().float()
@@ -40,21 +41,21 @@ class RouterGemmOp(JitOp):
             product = x.float() @ high.t()
             out.copy_(product.add_(x.float() @ (weight - high).bfloat16().float().t()))
 
-    def forward_native(self, x: torch.Tensor, weight: torch.Tensor, mode: str, out: torch.Tensor) -> None:
+    def forward_native(self, x: torch.Tensor, weight: torch.Tensor, accuracy: str, out: torch.Tensor) -> None:
         """Float32 in either mode: what plain torch does, which is cuBLAS on a GPU."""
-        self.check(x, weight, mode, out)
+        self.check(x, weight, accuracy, out)
         matmul(x, weight, out)
 
-    def forward_cublas_tf32(self, x: torch.Tensor, weight: torch.Tensor, mode: str, out: torch.Tensor) -> None:
+    def forward_cublas_tf32(self, x: torch.Tensor, weight: torch.Tensor, accuracy: str, out: torch.Tensor) -> None:
         """The product that torch makes when it may round float32 to 11 bits. It meets neither mode's promise."""
-        self.check(x, weight, mode, out)
+        self.check(x, weight, accuracy, out)
         matmul(x, weight, out, fast=True)
 
-    def forward_triton(self, x: torch.Tensor, weight: torch.Tensor, mode: str, out: torch.Tensor) -> None:
-        self.check(x, weight, mode, out)
+    def forward_triton(self, x: torch.Tensor, weight: torch.Tensor, accuracy: str, out: torch.Tensor) -> None:
+        self.check(x, weight, accuracy, out)
         from hpcjit.ops.gemm import _triton
 
-        _triton.router_gemm(self.op, x, weight, _router_plan.TERMS[mode], out)
+        _triton.router_gemm(self.op, x, weight, _router_plan.TERMS[accuracy], out)
 
 
 def check_product(
