@@ -71,6 +71,8 @@ SPECIAL = [
 def covered(op: JitOp, args: Args) -> bool:
     """Whether the baseline takes these options."""
     named = dict(zip(op.arguments, args, strict=True))
+    if op.op == "gemm.router_gemm":
+        return bool(named["x"].dtype == torch.bfloat16)
     if op.op == "attention.decode":
         halves = (named["v_cache"].dtype, named["out"].dtype)
         return named["schedule"] != "invariant" and halves != (torch.bfloat16, torch.float16)

@@ -94,8 +94,10 @@ def stream_plan(
 ) -> Plan:
     """The plan of the kernel for few tokens. `weights` are the fp32 weights, or their high and low parts in bf16."""
     presplit = len(weights) == 2
+    ruled = stream_rule(shape)
     config = dataclasses.replace(
-        stream_rule(shape),
+        ruled,
+        row_tiles=1 if presplit else ruled.row_tiles,  # addresses of two matrices leave no registers for more
         x_t=TYPE_NAMES[x.dtype],
         out_t=TYPE_NAMES[out.dtype],
         terms=2 if presplit else TERMS[mode],
@@ -131,19 +133,19 @@ def stream_plan(
 def stream_rule(shape: Shape) -> RouterStreamConfig:
     """Constants for a shape that was not measured: all weights of a block under way at once, over all multiprocessors."""
     token_tiles = 1 if shape.num_tokens <= 8 else 2 if shape.num_tokens <= 16 else 4 if shape.num_tokens <= 32 else 8
-    row_tiles = 1 if token_tiles <= 2 else 2
-    tiles = -(-shape.num_experts // (16 * row_tiles)) * -(-shape.num_tokens // (8 * token_tiles))
+    blocks_of_tokens = -(-shape.num_tokens // (8 * token_tiles))
+    # Two tiles of experts share the loads of tokens, where enough blocks are left.
+    row_tiles = 2 if token_tiles == 8 and 8 * -(-shape.num_experts // 32) * blocks_of_tokens > shape.num_sms // 2 else 1
+    tiles = -(-shape.num_experts // (16 * row_tiles)) * blocks_of_tokens
     steps = -(-shape.hidden_size // STEP_K)
     splits = 8
     while splits > 1 and (tiles * splits > 3 * shape.num_sms or steps < 4 * splits):
         splits //= 2
-    share = -(-steps // splits)  # of a block
     shared = tiles * splits > shape.num_sms  # several blocks on a multiprocessor
-    depth = 1 if row_tiles * token_tiles >= 16 else 2 if not shared else 3
-    warps = max(1, min(8 if shared or depth == 1 else 16, -(-share // depth)))
-    return RouterStreamConfig(
-        row_tiles=row_tiles, token_tiles=token_tiles, warps=warps, splits=splits, depth=depth, blocks_per_sm=1
-    )
+    depth = 1 if token_tiles == 8 else 3 if shared and token_tiles <= 2 else 2
+    most = 8 if shared or token_tiles > 2 else 16
+    warps = max(1, min(most, -(-steps // (splits * depth))))
+    return RouterStreamConfig(row_tiles=row_tiles, token_tiles=token_tiles, warps=warps, splits=splits, depth=depth)
 
 
 def _row_stride(x: torch.Tensor) -> int:

@@ -1,0 +1,126 @@
+"""Router GEMM on values that no 16-bit term can hold: infinities, NaN, the ends of float32's range."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from gemm_grid import BF16, FP16, FP32
+
+from hpcjit.cases import Maker
+from hpcjit.ops.gemm import router_gemm
+
+MODES = ("accurate", "fast")
+pytestmark = [
+    pytest.mark.parametrize("mode", MODES),
+    pytest.mark.parametrize("dtype", [BF16, FP16], ids=str),
+]
+TOKENS, EXPERTS, HIDDEN = 11, 40, 512
+
+
+@pytest.fixture
+def x(m: Maker, dtype: torch.dtype) -> torch.Tensor:
+    return m.normal(TOKENS, HIDDEN, dtype=dtype)
+
+
+@pytest.fixture
+def weight(m: Maker) -> torch.Tensor:
+    return m.normal(EXPERTS, HIDDEN, dtype=FP32, std=0.02)
+
+
+def compare(x: torch.Tensor, weight: torch.Tensor, mode: str) -> torch.Tensor:
+    """The result, after a check that NaN and infinity are where float64 has them (no sum here overflows float32)."""
+    y, exact = router_gemm(x, weight, mode=mode), x.double() @ weight.double().t()
+    assert torch.equal(y.isnan(), exact.isnan())
+    assert torch.equal(y.isinf(), exact.isinf())
+    assert torch.equal(y[y.isinf()].double(), exact[y.isinf()])
+    finite = exact.isfinite()
+    scale = (x.double().abs().nan_to_num(0, 0, 0) @ weight.double().abs().nan_to_num(0, 0, 0).t())[finite]
+    assert bool(((y[finite] - exact[finite]).abs() <= 2.0**-16 * scale + 1e-45).all())
+    return y
+
+
+def test_infinite_weight(x, weight, mode):
+    weight[3, 7], weight[4, 0], weight[5, -1] = math.inf, -math.inf, math.inf
+    x[2, 7] = 0  # 0 * inf
+    y = compare(x, weight, mode)
+    assert y[2, 3].isnan()
+    assert y[0, 4].isinf()
+
+
+def test_infinities_of_both_signs(x, weight, mode):
+    weight[3, 7], weight[3, 8] = math.inf, math.inf
+    x[0, 7], x[0, 8] = 1, -1
+    x[1, 7], x[1, 8] = 1, 1
+    y = compare(x, weight, mode)
+    assert y[0, 3].isnan()
+    assert y[1, 3] == math.inf
+
+
+def test_infinite_activation(x, weight, mode):
+    """A weight that is a bfloat16 number leaves rests of 0, whose product with infinity is NaN: only a detour."""
+    x[1, 5], x[2, 6] = math.inf, -math.inf
+    weight[:, 5] = 0.5
+    y = compare(x, weight, mode)
+    assert (y[1] == math.inf).all()
+
+
+def test_nan_activation(x, weight, mode):
+    clean = router_gemm(x, weight, mode=mode)
+    x[4, 100] = math.nan
+    y = compare(x, weight, mode)
+    rest = torch.arange(TOKENS, device=x.device) != 4
+    assert torch.equal(y[rest], clean[rest])
+    assert y[4].isnan().all()
+
+
+@pytest.mark.parametrize("bits", [0x7F800001, 0x7FFFFFFF, -0x007FFFFF], ids=hex)
+def test_nan_weight(x, weight, mode, bits):
+    """Cut off to 16 bits, a NaN whose payload lies in the low half would become infinity."""
+    weight.view(torch.int32)[9, 17] = bits
+    assert weight[9, 17].isnan()
+    y = compare(x, weight, mode)
+    assert y[:, 9].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "value", [3.3961e38, 3.3963e38, 3.4028234e38, 2.0**127, -(2.0**127) * 1.99, 65504.0, 65520.0, 1e6]
+)
+def test_largest_weights(x, weight, mode, value):
+    """Finite weights that round to infinity in 16 bits give what float32 gives."""
+    weight[3] = 0
+    weight[3, 7] = value
+    x[:, 7] = x[:, 7].clamp(-0.9, 0.9)
+    assert compare(x, weight, mode)[:, 3].isfinite().all()
+
+
+@pytest.mark.parametrize("exponent", [-40, -80, -100, -117, -125])
+def test_small_weights(x, weight, mode, dtype, exponent):
+    """bfloat16 has float32's range, so relative errors hold until rests sink below 2^-133; fp16's end at 2^-47 or 2^-36."""
+    tiny = weight * 2.0 ** (exponent + 5)
+    y, exact = router_gemm(x, tiny, mode=mode), x.double() @ tiny.double().t()
+    rest = 2.0**-134 if dtype == BF16 else 2.0**-36 if mode == "fast" else 2.0**-47
+    bound = 2.0**-16 * (x.double().abs() @ tiny.double().abs().t()) + rest * x.double().abs().sum(-1, keepdim=True)
+    assert bool(((y - exact).abs() <= bound + 1e-44).all())
+
+
+def test_subnormal_weights(x, weight, mode, dtype):
+    tiny = torch.full_like(weight, 1e-40)
+    y, exact = router_gemm(x, tiny, mode=mode), x.double() @ tiny.double().t()
+    rest = 2.0**-133 if dtype == BF16 else 2.0**-36
+    assert bool(((y - exact).abs() <= rest * x.double().abs().sum(-1, keepdim=True)).all())
+
+
+def test_zeros(x, weight, mode):
+    weight[3], weight[4], x[5], x[6] = 0.0, -0.0, 0.0, -0.0
+    y = compare(x, weight, mode)
+    assert (y[:, 3:5] == 0).all()
+    assert (y[5:7] == 0).all()
+
+
+def test_all_at_once(x, weight, mode):
+    weight[0, 0], weight[1, 1], weight[2, 2] = math.inf, math.nan, 3.4e38
+    x[0, 0], x[1, 1], x[2, 2] = math.inf, math.nan, 0.5
+    x[3:, 2] = 0.25
+    compare(x, weight, mode)
