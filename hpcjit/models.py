@@ -22,6 +22,7 @@ from hpcjit.spec import did_you_mean
 # A plan depends on the number of tokens through few thresholds; this ladder meets each of them.
 TOKENS = tuple(2**i for i in range(15))
 PAGE_SIZE = 64
+BLOCK_SIZE = 64  # of the pairs that go to one expert; it changes no code
 
 MAX_SIZE = 1 << 24
 Sizes = tuple[int, ...]
@@ -38,6 +39,9 @@ class Model:
     head_dim: int
     num_experts: int | None
     top_k: int | None
+    num_groups: int | None  # of experts, where the choice is restricted to some of them
+    topk_groups: int | None
+    gate: str  # "topk_softmax", "topk_sigmoid" or "grouped_topk"
     dtype: torch.dtype
     activation: str
     norm: str  # "rmsnorm", "gemma_rmsnorm" or "layernorm"
@@ -83,8 +87,33 @@ def _quant(name: str) -> Usage:
     return Usage(("hidden_size",), lambda m, n: getattr(ops.quantization, name)(m.rows(n)), fp8=True)
 
 
-def _topk(m: Make, num_experts: int, top_k: int) -> Any:
-    return ops.moe.topk_softmax(torch.empty(m.tokens, num_experts, dtype=torch.float32, device="meta"), top_k)
+def _logits(m: Make, num_experts: int) -> torch.Tensor:
+    return torch.empty(m.tokens, num_experts, dtype=torch.float32, device="meta")
+
+
+def _topk_softmax(m: Make, num_experts: int, top_k: int) -> Any:
+    return ops.moe.topk_softmax(_logits(m, num_experts), top_k)
+
+
+def _topk_sigmoid(m: Make, num_experts: int, top_k: int) -> Any:
+    """With the bias that models of this kind have."""
+    bias = m.weight(num_experts, dtype=torch.float32)
+    return ops.moe.topk_sigmoid(_logits(m, num_experts), top_k, bias=bias, renormalize=True)
+
+
+def _grouped_topk(m: Make, num_experts: int, top_k: int, num_groups: int, topk_groups: int) -> Any:
+    """As DeepSeek-V3 calls it."""
+    options: dict[str, Any] = {"num_groups": num_groups, "topk_groups": topk_groups, "scaling_factor": 2.5}
+    bias = m.weight(num_experts, dtype=torch.float32)
+    return ops.moe.grouped_topk(_logits(m, num_experts), top_k, bias=bias, **options)
+
+
+def _align(m: Make, num_experts: int, top_k: int) -> Any:
+    return ops.moe.moe_align_block_size(m.weight(m.tokens, top_k, dtype=torch.int32), num_experts, BLOCK_SIZE)
+
+
+def _sum_reduce(m: Make, top_k: int, hidden_size: int) -> Any:
+    return ops.moe.moe_sum_reduce(m.rows(top_k, hidden_size))
 
 
 def _qk_norm(m: Make, num_q_heads: int, num_kv_heads: int, head_dim: int) -> Any:
@@ -133,7 +162,11 @@ USAGES: dict[str, Usage] = {
     "quantization.per_token_group_quant_fp8": _quant("per_token_group_quant_fp8"),
     "quantization.per_tensor_quant_fp8": _quant("per_tensor_quant_fp8"),
     "kvcache.reshape_and_cache": Usage(("num_kv_heads", "head_dim"), _cache),
-    "moe.topk_softmax": Usage(("num_experts", "top_k"), _topk),
+    "moe.topk_softmax": Usage(("num_experts", "top_k"), _topk_softmax),
+    "moe.topk_sigmoid": Usage(("num_experts", "top_k"), _topk_sigmoid),
+    "moe.grouped_topk": Usage(("num_experts", "top_k", "num_groups", "topk_groups"), _grouped_topk),
+    "moe.moe_align_block_size": Usage(("num_experts", "top_k"), _align),
+    "moe.moe_sum_reduce": Usage(("top_k", "hidden_size"), _sum_reduce),
 }
 
 _ACTIVATIONS = {
@@ -212,6 +245,7 @@ class _Fields:
         hidden = self._size("hidden_size", "n_embd")
         experts = self._size("num_experts", "num_local_experts", "n_routed_experts", needed=False)
         quantised = self._values.get("quantization_config")
+        groups = self._groups(experts)
         return Model(
             hidden_size=hidden,
             intermediate_sizes=self._intermediate_sizes(),
@@ -220,6 +254,9 @@ class _Fields:
             head_dim=self._size("head_dim", needed=False) or self._quotient(hidden, heads),
             num_experts=experts or None,
             top_k=self._top_k(experts),
+            num_groups=groups[0],
+            topk_groups=groups[1],
+            gate=self._gate(groups),
             dtype=self._dtype(),
             activation=self._activation(),
             norm=self._norm(),
@@ -262,6 +299,24 @@ class _Fields:
                 f"{self._where}: field 'num_experts_per_tok' must be at most the {experts} experts, got {top_k}"
             )
         return top_k if experts else None
+
+    def _groups(self, experts: int) -> tuple[int | None, int | None]:
+        """Groups of experts and how many of them are kept; None without a restriction."""
+        groups = self._size("n_group", needed=False)
+        if not experts or groups <= 1:
+            return None, None
+        kept = self._size("topk_group")
+        if experts % groups or kept > groups:
+            raise FormatError(
+                f"{self._where}: field 'n_group' must divide the {experts} experts and be at least topk_group, got "
+                f"{groups} and {kept}"
+            )
+        return (groups, kept) if kept < groups else (None, None)
+
+    def _gate(self, groups: tuple[int | None, int | None]) -> str:
+        if groups[0]:
+            return "grouped_topk"
+        return "topk_sigmoid" if self._values.get("scoring_func") == "sigmoid" else "topk_softmax"
 
     def _dtype(self) -> torch.dtype:
         name = self._values.get("torch_dtype", self._values.get("dtype")) or "bfloat16"
@@ -313,6 +368,8 @@ def _uses(model: Model, op: str, usage: Usage) -> bool:
     group, _, name = op.partition(".")
     if usage.fp8 and not model.fp8:
         return False
+    if name in ("topk_softmax", "topk_sigmoid", "grouped_topk"):
+        return name == model.gate
     if group == "activation":
         return name.removesuffix("_quant_fp8") == model.activation
     if usage.sizes == ("hidden_size",) and group == "layernorm":

@@ -85,6 +85,56 @@ def topk_softmax(topk_weights, topk_ids, gating_output, renormalize, moe_softcap
     topk_ids.copy_(ids)
 
 
+def topk_sigmoid(
+    topk_weights, topk_ids, gating_output, renormalize, correction_bias, routed_scaling_factor, num_fused_shared_experts
+):
+    scores = gating_output.float().sigmoid()
+    ids = (scores if correction_bias is None else scores + correction_bias).topk(topk_ids.shape[-1]).indices
+    weights = scores.gather(-1, ids)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True) * routed_scaling_factor
+    topk_weights.copy_(weights)
+    topk_ids.copy_(ids)
+
+
+def fused_topk_deepseek(scores, bias, n_group, topk_group, topk, routed_scaling_factor, topk_values, topk_indices):
+    choice = (scores.sigmoid() + bias).unflatten(-1, (n_group, -1))
+    dropped = choice.topk(2).values.sum(-1).topk(n_group - topk_group, largest=False).indices
+    choice = choice.scatter(1, dropped.unsqueeze(-1).expand(-1, -1, choice.shape[-1]), -torch.inf).flatten(1)
+    ids = choice.topk(topk).indices
+    weights = scores.sigmoid().gather(-1, ids)
+    topk_values.copy_(weights / weights.sum(-1, keepdim=True) * routed_scaling_factor)
+    topk_indices.copy_(ids)
+
+
+def moe_align_block_size(
+    topk_ids,
+    num_experts,
+    block_size,
+    sorted_token_ids,
+    expert_ids,
+    num_tokens_post_pad,
+    cumsum_buffer,
+    pad_sorted_token_ids=False,
+    *,
+    pad_expert_ids=False,
+):
+    """Expert e is bucket e + 1 of `num_experts` of them; ids of no expert are in bucket 0."""
+    assert pad_sorted_token_ids
+    assert pad_expert_ids
+    assert cumsum_buffer.numel() == num_experts + 1
+    sorted_token_ids.fill_(topk_ids.numel())
+    expert_ids.fill_(-1)
+    at = 0
+    for bucket in range(num_experts):
+        pairs = (topk_ids.flatten() + 1 == bucket).nonzero().flatten()
+        sorted_token_ids[at : at + len(pairs)] = pairs
+        end = at + -(-len(pairs) // block_size) * block_size
+        expert_ids[at // block_size : end // block_size] = bucket - 1
+        at = end
+    num_tokens_post_pad.fill_(at)
+
+
 def merge_state(prefix_output, prefix_lse, suffix_output, suffix_lse, output, output_lse):
     output_lse.copy_(torch.logaddexp(prefix_lse, suffix_lse))
     shares = [(lse - output_lse).exp().unsqueeze(-1) for lse in (prefix_lse, suffix_lse)]
@@ -117,6 +167,7 @@ FLASHINFER = {
         "gemma_fused_add_rmsnorm": lambda x, r, w, eps: fused_add_rmsnorm(x, r, w.float() + 1, eps),
     },
     "activation": GATED,
+    "fused_moe": {"fused_topk_deepseek": fused_topk_deepseek},
 }
 SGLANG = {
     "layernorm.norm": {
@@ -129,6 +180,9 @@ SGLANG = {
     "quantization.per_tensor_quant_fp8": {"per_tensor_quant_fp8": per_tensor_quant},
     "quantization.per_token_group_quant": {"per_token_group_quant": group_quant},
     "moe.moe_topk_softmax": {"topk_softmax": topk_softmax},
+    "moe.moe_topk_sigmoid": {"topk_sigmoid": topk_sigmoid},
+    "moe.moe_align": {"moe_align_block_size": moe_align_block_size},
+    "moe.moe_topk_sum": {"moe_topk_sum": lambda x, out: out.copy_(x.float().sum(1))},
     "attention.merge_state": {"merge_state_triton": merge_state},
 }
 APART = ("layernorm.layernorm", "attention.decode")  # below, and in ops/test_decode_peers.py

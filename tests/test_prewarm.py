@@ -73,7 +73,7 @@ class TestItems:
 
     def test_every_described_usage_makes_a_kernel(self):
         sizes = {"hidden_size": 4096, "intermediate_size": 4096, "num_experts": 128, "top_k": 8}
-        sizes |= {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+        sizes |= {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "num_groups": 8, "topk_groups": 4}
         assert set(models.USAGES) == set(ops())
         for op, usage in models.USAGES.items():
             calls = models.calls_of(op, tuple(sizes[name] for name in usage.sizes), [16], torch.bfloat16)
@@ -94,6 +94,19 @@ class TestModels:
         called = {op.op for op, _ in models.calls_of_model(model, ops())}
         assert {"moe.topk_softmax", "quantization.per_token_group_quant_fp8"} <= called
         assert model.intermediate_sizes == (14336, 1536)
+
+    def test_the_gate_follows_the_model(self, tmp_path: Path):
+        deepseek = {**QWEN_MOE, "num_experts": 256, "scoring_func": "sigmoid", "n_group": 8, "topk_group": 4}
+        for config, expected in (
+            (deepseek, "grouped_topk"),
+            ({**deepseek, "n_group": 1, "topk_group": 1}, "topk_sigmoid"),
+            (QWEN_MOE, "topk_softmax"),
+        ):
+            model = models.load(write(tmp_path, config))
+            called = {op.op.partition(".")[2] for op, _ in models.calls_of_model(model, ops())}
+            assert called & {"topk_softmax", "topk_sigmoid", "grouped_topk"} == {expected}
+        with pytest.raises(FormatError, match="n_group"):
+            models.load(write(tmp_path, {**deepseek, "n_group": 7}))
 
     def test_gemma(self, tmp_path: Path):
         config = {**LLAMA, "model_type": "gemma3_text", "hidden_act": None, "hidden_activation": "gelu_pytorch_tanh"}

@@ -5,28 +5,122 @@ from __future__ import annotations
 import torch
 
 from hpcjit.cases import Args, Case, Make, Maker
+from hpcjit.ops.moe._moe_align_block_size import sorted_size
 
 _DEMO = frozenset({"demo", "bench"})
 _BENCH = frozenset({"bench"})
 
+_TOKENS = (1, 32, 2048, 8192)
 
-def _topk_softmax(tokens: int, experts: int, top_k: int) -> Make:
+
+def _outputs(m: Maker, tokens: int, columns: int) -> Args:
+    return m.poison(tokens, columns, dtype=torch.float32), m.poison(tokens, columns, dtype=torch.int32)
+
+
+def _topk_softmax(tokens: int, experts: int) -> Make:
     def make(m: Maker) -> Args:
         logits = m.normal(tokens, experts, dtype=torch.float32)
-        weights = m.poison(tokens, top_k, dtype=torch.float32)
-        return logits, top_k, True, 0.0, None, weights, m.poison(tokens, top_k, dtype=torch.int32)
+        return logits, 8, True, 0.0, 1.0, 0, None, None, *_outputs(m, tokens, 8)
+
+    return make
+
+
+def _topk_sigmoid(tokens: int, experts: int, biased: bool) -> Make:
+    def make(m: Maker) -> Args:
+        logits = m.normal(tokens, experts, dtype=torch.float32)
+        bias = m.normal(experts, dtype=torch.float32, std=0.1) if biased else None
+        return logits, 8, True, 2.5 if biased else 1.0, 0, bias, None, *_outputs(m, tokens, 8)
+
+    return make
+
+
+def _grouped_topk(tokens: int, experts: int) -> Make:
+    """DeepSeek-V3: 8 groups, 4 of them kept."""
+
+    def make(m: Maker) -> Args:
+        logits = m.normal(tokens, experts, dtype=torch.float32)
+        bias = m.normal(experts, dtype=torch.float32, std=0.1)
+        return logits, 8, 8, 4, "sigmoid", True, 2.5, 0, bias, None, *_outputs(m, tokens, 8)
+
+    return make
+
+
+def _gate(op: str, name: str, tokens: int, experts: int, make: Make, demo: bool) -> Case:
+    return Case(op, name, make, 4 * tokens * experts + 8 * tokens * 8, tags=_DEMO if demo else _BENCH)
+
+
+def _align(tokens: int, experts: int, block_size: int) -> Make:
+    """Ids of distinct experts per token."""
+
+    def make(m: Maker) -> Args:
+        shape = (tokens, 8)
+        if m.device.type == "meta":
+            ids = torch.empty(shape, dtype=torch.int32, device="meta")
+        else:
+            ids = m.normal(tokens, experts, dtype=torch.float32).topk(8).indices.to(torch.int32)
+        size = sorted_size(ids.numel(), experts, block_size)
+        outputs = (m.poison(n, dtype=torch.int32) for n in (size, size // block_size, 1))
+        return ids, experts, block_size, None, *outputs
+
+    return make
+
+
+def _align_bytes(tokens: int, experts: int, block_size: int) -> int:
+    size = sorted_size(8 * tokens, experts, block_size)
+    return 4 * (8 * tokens + size + size // block_size + 1)
+
+
+def _sum_reduce(tokens: int, hidden: int, weighted: bool) -> Make:
+    def make(m: Maker) -> Args:
+        weights = m.normal(tokens, 8, dtype=torch.float32).softmax(-1) if weighted else None
+        return m.normal(tokens, 8, hidden), 1.0, weights, m.poison(tokens, hidden)
 
     return make
 
 
 CASES = [
-    Case(
-        "moe.topk_softmax",
-        f"{tokens}x{experts}x{top_k}",
-        _topk_softmax(tokens, experts, top_k),
-        4 * tokens * experts + 8 * tokens * top_k,
-        tags=_DEMO if (tokens, experts) == (32, 128) else _BENCH,
-    )
-    for experts, top_k in ((128, 8), (256, 8))
-    for tokens in (1, 32, 2048, 8192)
+    *(
+        _gate("moe.topk_softmax", f"{tokens}x{experts}x8", tokens, experts, _topk_softmax(tokens, experts), demo)
+        for experts in (128, 256)
+        for tokens in _TOKENS
+        for demo in [(tokens, experts) == (32, 128)]
+    ),
+    *(
+        _gate(
+            "moe.topk_sigmoid",
+            f"{tokens}x{experts}x8{' bias' * biased}",
+            tokens,
+            experts,
+            _topk_sigmoid(tokens, experts, biased),
+            tokens == 32 and not biased,
+        )
+        for experts, biased in ((256, False), (384, True))
+        for tokens in _TOKENS
+    ),
+    *(
+        _gate("moe.grouped_topk", f"{tokens}x256x8 4/8", tokens, 256, _grouped_topk(tokens, 256), tokens == 32)
+        for tokens in _TOKENS
+    ),
+    *(
+        Case(
+            "moe.moe_align_block_size",
+            f"{tokens}x8 of {experts} by {block_size}",
+            _align(tokens, experts, block_size),
+            _align_bytes(tokens, experts, block_size),
+            tags=_DEMO if (tokens, experts) == (32, 128) else _BENCH,
+        )
+        for experts, block_size in ((128, 64), (256, 64))
+        for tokens in (1, 32, 512, 2048, 8192, 32768)
+    ),
+    *(
+        Case(
+            "moe.moe_sum_reduce",
+            f"{tokens}x8x{hidden}{' weights' * weighted}",
+            _sum_reduce(tokens, hidden, weighted),
+            2 * tokens * hidden * 9 + 4 * 8 * tokens * weighted,
+            tags=_DEMO if (tokens, weighted) == (32, False) else _BENCH,
+        )
+        for hidden, weighted in ((4096, False), (7168, True))
+        for tokens in _TOKENS
+    ),
 ]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import decode_grid
 import gemm_grid
+import moe_grid
 import torch
 
 from hpcjit.cases import Args, Maker
@@ -281,34 +282,9 @@ def _cache_entries() -> Iterator[Entry]:
         yield Entry("kvcache.reshape_and_cache", label.strip(), make, why)
 
 
-def _topk_entries() -> Iterator[Entry]:
-    def entry(m, tokens, experts, top_k, dtype, renormalize, softcap, bias, how):
-        logits = placed(m, m.normal, (tokens, experts), dtype, how)
-        offsets = m.normal(experts, dtype=FP32) * 0.1 if bias else None
-        weights, ids = _out(m, (tokens, top_k), FP32, how), _out(m, (tokens, top_k), torch.int32, how)
-        return logits, top_k, renormalize, softcap, offsets, weights, ids
-
-    calls = [
-        (1, 1, 1, FP32, False, 0.0, False, PLAIN, "one expert"),
-        (5, 8, 8, FP32, True, 0.0, False, PLAIN, "all experts chosen; lanes without one"),
-        (33, 7, 3, FP32, False, 30.0, False, PLAIN, "softcap must not weigh the padding"),
-        (257, 128, 8, FP32, True, 0.0, False, PLAIN, "tokens do not fill the last block"),
-        (64, 160, 6, FP32, False, 0.0, True, PLAIN, "experts per lane are no power of two; bias steers the choice"),
-        (64, 257, 32, FP32, True, 5.0, True, PLAIN, "odd experts, most winners, every option"),
-        (64, 1000, 8, FP32, False, 0.0, False, PLAIN, "lanes partly filled"),
-        (16, 1024, 32, FP32, False, 0.0, False, PLAIN, "most experts"),
-        (9, 96, 4, FP32, False, 0.0, False, PADDED, "rows with gaps, also of the outputs"),
-        (9, 256, 8, FP32, False, 0.0, False, MISALIGNED, "storage offset 1"),
-        (1101, 128, 8, FP32, True, 0.0, False, PLAIN, "eight tokens a block, the last one not full"),
-        (4101, 520, 4, FP32, False, 20.0, True, PLAIN, "likewise, more than half a wave, every option"),
-        (0, 128, 8, FP32, False, 0.0, False, PLAIN, "no tokens"),
-    ]
-    for *call, why in calls:
-        tokens, experts, top_k, dtype, renormalize, softcap, bias, how = call
-        label = (
-            f"{tokens}x{experts}x{top_k} {str(dtype)[6:]} {how} {'renorm' * renormalize} {softcap:g} {'bias' * bias}"
-        )
-        yield Entry("moe.topk_softmax", " ".join(label.split()), lambda m, call=call: entry(m, *call), why)
+def _moe_entries() -> Iterator[Entry]:
+    for call in moe_grid.calls(placed):
+        yield Entry(*call)
 
 
 def _qk_entries() -> Iterator[Entry]:
@@ -408,7 +384,7 @@ GRID: list[Entry] = [
     *_group_entries(),
     *_large_entries(),
     *_cache_entries(),
-    *_topk_entries(),
+    *_moe_entries(),
     *_qk_entries(),
     *_decode_entries(),
     *_merge_entries(),

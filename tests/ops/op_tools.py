@@ -32,6 +32,10 @@ OPS = [
     "quantization.per_tensor_quant_fp8",
     "kvcache.reshape_and_cache",
     "moe.topk_softmax",
+    "moe.topk_sigmoid",
+    "moe.grouped_topk",
+    "moe.moe_align_block_size",
+    "moe.moe_sum_reduce",
     "attention.decode",
     "attention.merge_state",
     "gemm.router_gemm",
@@ -79,13 +83,20 @@ def as_public(op: str, args: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]
     if name == "decode":
         return list(args[:5]), _options_of_decode(named)
     # In the others the outputs and options have the names of the schema, but for `scale`.
-    keywords = {"out", "scale_ue8m0", "renormalize", "softcap", "bias", "weights", "ids", "lse"}
+    keywords = {"out", "scale_ue8m0", "bias", "lse", *_OF_MOE}
     if name == "layernorm":
         keywords -= {"bias"}
     options = {key: value for key, value in named.items() if key in keywords}
     if "scale" in named:
         options["out_scale"] = named["scale"]
     return [value for key, value in named.items() if key not in keywords and key != "scale"], options
+
+
+_OF_MOE = (
+    *("renormalize", "softcap", "scaling_factor", "num_shared_experts", "num_valid_tokens", "weights", "ids"),
+    *("num_groups", "topk_groups", "scoring", "expert_map"),
+    *("sorted_token_ids", "expert_ids", "num_tokens_post_padded"),
+)
 
 
 def _options_of_decode(named: dict[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,8 @@ class TestPlans:
         assert isinstance(plan, Plan)
         known = {*plan.values, *op.arguments, "workspace", "counters", "fault"}
         assert set(plan.template.params) <= known
-        assert "workspace" not in plan.template.params or plan.workspace_bytes or not plan.config.dynamic
+        scratch = "workspace" in plan.template.params and getattr(plan.config, "dynamic", False)
+        assert plan.workspace_bytes or not scratch
 
     @pytest.mark.parametrize("case", list(all_cases()), ids=lambda case: f"{case.op}-{case.name}".replace(" ", "_"))
     def test_of_the_cases(self, case):
@@ -55,7 +56,7 @@ class TestPlans:
         elif case.op.startswith("gemm."):
             assert getattr(plan.config, "aligned", True)
         else:
-            assert plan.config.vec == {"moe.topk_softmax": 4}.get(plan.template.op, 8)
+            assert getattr(plan.config, "vec", 8) == {"moe.gate": 4}.get(plan.template.op, 8)
         read = {id(t): t.numel() * t.element_size() for t in tensors(args)}
         assert case.bytes <= 2 * sum(read.values())
 
@@ -144,6 +145,8 @@ class TestTorchLibrary:
     def test_grad_is_refused(self, case: Case, device: torch.device):
         """There is no backward: an input that requires grad is an error, and no error under no_grad."""
         args = list(case.args(device))
+        if not args[0].is_floating_point():
+            pytest.skip("integers have no gradient")
         args[0].requires_grad_()
         with pytest.raises(ValueError, match="gradient"):
             operator(case.op)(*args)

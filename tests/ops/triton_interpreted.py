@@ -54,7 +54,12 @@ def _routing(m: Maker, renormalize: bool, experts: int = 40) -> Args:
     x[3, ::2], x[4, 5:9], x[5, 1:], x[6, :38], x[7, :20] = NAN, INF, -INF, NAN, -INF
     x[8, ::2], x[8, 1::2] = 0.0, -0.0
     outputs = m.poison(9, 8, dtype=FP32), m.poison(9, 8, dtype=torch.int32)
-    return x, 8, renormalize, 0.0, None, *outputs
+    return x, 8, renormalize, 0.0, 1.0, 0, None, None, *outputs
+
+
+def _routing_by_sigmoid(m: Maker) -> Args:
+    x, top_k, renormalize, _, *rest = _routing(m, True)
+    return x, top_k, renormalize, *rest
 
 
 SPECIAL = [
@@ -65,6 +70,7 @@ SPECIAL = [
         "moe.topk_softmax", "special values", lambda m: _routing(m, False), "ties, NaN last and once, nothing to choose"
     ),
     Entry("moe.topk_softmax", "special values renorm", lambda m: _routing(m, True), "no weight at all is not 0 / 0"),
+    Entry("moe.topk_sigmoid", "special values", _routing_by_sigmoid, "likewise"),
 ]
 
 
@@ -76,7 +82,9 @@ def covered(op: JitOp, args: Args) -> bool:
     if op.op == "attention.decode":
         halves = (named["v_cache"].dtype, named["out"].dtype)
         return named["schedule"] != "invariant" and halves != (torch.bfloat16, torch.float16)
-    return named.get("dynamic", True) and not named.get("group_size") and not named.get("softcap")
+    absent = ("group_size", "softcap", "num_shared_experts")
+    padded = named.get("num_valid_tokens") is not None
+    return named.get("dynamic", True) and not padded and not any(named.get(name) for name in absent)
 
 
 _GRID = [entry for entry in GRID if KernelBackend.TRITON in operator(entry.op).capabilities]

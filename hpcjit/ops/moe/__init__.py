@@ -1,14 +1,21 @@
 """Mixture of experts: routing, permutation and the expert products."""
 
 from hpcjit.ops._lazy import lazy
-from hpcjit.ops._peers import SGLANG, TRITON
+from hpcjit.ops._peers import FLASHINFER, SGLANG, TRITON
 from hpcjit.registry import register_fused_op
 from hpcjit.spec import CapabilityRequirement, KernelBackend
 
-_JIT = frozenset({CapabilityRequirement.cuda(min_sm=(8, 0))})
+_JIT = {KernelBackend.JIT: frozenset({CapabilityRequirement.cuda(min_sm=(8, 0))})}
 
-_BACKENDS = {KernelBackend.JIT: _JIT} | SGLANG | TRITON
+_BACKENDS = {
+    "topk_softmax": _JIT | SGLANG | TRITON,
+    "topk_sigmoid": _JIT | SGLANG | TRITON,
+    "grouped_topk": _JIT | FLASHINFER,
+    "moe_align_block_size": _JIT | SGLANG,
+    "moe_sum_reduce": _JIT | SGLANG | TRITON,
+}
 
-register_fused_op("moe.topk_softmax", f"{__name__}._topk_softmax", "topk_softmax_op", _BACKENDS)
+for _name, _backends in _BACKENDS.items():
+    register_fused_op(f"moe.{_name}", f"{__name__}._{_name}", f"{_name}_op", _backends)
 
-__getattr__, __dir__, __all__ = lazy(__name__, {"topk_softmax": "_topk_softmax"})
+__getattr__, __dir__, __all__ = lazy(__name__, {name: f"_{name}" for name in _BACKENDS})

@@ -2,208 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from hpcjit import checks
-from hpcjit.build import Config, Template
-from hpcjit.errors import ArgumentError
 from hpcjit.fused_op import define
-from hpcjit.jit_op import NOTHING, JitOp, Plan
 from hpcjit.ops import _peers
-from hpcjit.ops._rows import AT_END, AT_START, TYPE_NAMES, vector_width
-from hpcjit.ops._tensors import FLOATS, accumulation_dtype, require
-
-MAX_EXPERTS = 1024
-MAX_TOP_K = 32  # one lane of a warp keeps one winner
+from hpcjit.ops.moe._gate import GateOp, outputs
+from hpcjit.spec import KernelBackend
 
 
-@dataclass(frozen=True)
-class TopkSoftmaxConfig(Config):
-    logits_t: str = "fp32"
-    threads: int = 128
-    per_lane: int = 4
-    vec: int = 4
-    top_k: int = 8
-    renormalize: bool = True
-    has_softcap: bool = False
-    has_bias: bool = False
-    ranked: bool = True
-    prefetch: bool = False
-    min_blocks: int = 1
-    trigger: int = 0
-    pdl: bool = True
-
-
-TOPK_SOFTMAX = Template(
-    op="moe.topk_softmax",
-    header="moe/topk_softmax.cuh",
-    entry="hpcjit::moe::TopkSoftmax",
-    config=TopkSoftmaxConfig,
-    params=(
-        "logits",
-        "bias",
-        "weights",
-        "ids",
-        "num_tokens",
-        "num_experts",
-        "logits_stride",
-        "weights_stride",
-        "ids_stride",
-        "softcap",
-    ),
-)
-
-_BLOCK_PER_SM = 132 * 8  # tokens, one a warp, from which every SM of an H200 has a block of 256 threads
-_HALF_FULL = 4096  # tokens that take half of its warps
-_MAX_RANKED = 16  # for more winners than half the lanes, the candidates of one of 32 lanes each soon exceed 32
-
-
-class TopkSoftmaxOp(JitOp):
+class TopkSoftmaxOp(GateOp):
     op = "moe.topk_softmax"
     schema = (
-        "(Tensor logits, int top_k, bool renormalize, float softcap, Tensor? bias, Tensor(a!) weights, Tensor(b!) ids)"
-        " -> ()"
+        "(Tensor logits, int top_k, bool renormalize, float softcap, float scaling_factor, int num_shared_experts,"
+        " Tensor? bias, Tensor? num_valid_tokens, Tensor(a!) weights, Tensor(b!) ids) -> ()"
     )
-    trace_values = ("ids:histogram",)
 
-    def check(
-        self,
-        logits: torch.Tensor,
-        top_k: int,
-        renormalize: bool,
-        softcap: float,
-        bias: torch.Tensor | None,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-    ) -> None:
-        checks.tensor(self.op, "logits", logits, dtypes=FLOATS, min_ndim=2)
-        if logits.ndim != 2 or not 1 <= logits.shape[1] <= MAX_EXPERTS:
-            expected = f"[num_tokens, num_experts] of 1 to {MAX_EXPERTS} experts"
-            raise ArgumentError(self.op, "logits", expected, checks.describe(logits))
-        num_tokens, num_experts = logits.shape
-        checks.integer(self.op, "top_k", top_k, low=1, high=min(MAX_TOP_K, num_experts))
-        checks.choice(self.op, "renormalize", renormalize, (False, True))
-        checks.number(self.op, "softcap", softcap, low=0.0)
-        if bias is not None:
-            checks.tensor(self.op, "bias", bias, dtypes=(torch.float32,), shape=(num_experts,), like=logits)
-        for name, value, dtype in (("weights", weights, torch.float32), ("ids", ids, torch.int32)):
-            checks.tensor(self.op, name, value, dtypes=(dtype,), shape=(num_tokens, top_k), like=logits)
-            checks.rows(self.op, name, value, written=True)
-        checks.no_grad(self.op, logits=logits, bias=bias, weights=weights)
-
-    def plan(
-        self,
-        logits: torch.Tensor,
-        top_k: int,
-        renormalize: bool,
-        softcap: float,
-        bias: torch.Tensor | None,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-    ) -> Plan | str:
-        num_tokens, num_experts = logits.shape
-        if num_tokens == 0:
-            return NOTHING
-        _, logits_stride = checks.rows(self.op, "logits", logits)
-        share = -(-num_experts // 32)  # experts of a lane
-        vec = vector_width(num_experts, logits.element_size(), [(logits, logits_stride)])
-        while vec > share:
-            vec //= 2
-        per_lane = -(-share // vec) * vec
-        plain = softcap == 0 and bias is None
-        few = num_tokens <= _BLOCK_PER_SM
-        config = TopkSoftmaxConfig(
-            TYPE_NAMES[logits.dtype],
-            threads=32 if few else 256,  # few: all SMs at work, and a block ends with its token
-            per_lane=per_lane,
-            vec=vec,
-            top_k=top_k,
-            renormalize=bool(renormalize),
-            has_softcap=softcap > 0,
-            has_bias=bias is not None,
-            ranked=top_k <= _MAX_RANKED,
-            prefetch=few,
-            # 32 registers, where they suffice: all warps that an SM can hold.
-            min_blocks=8 if not few and plain and per_lane <= 8 else 1,
-            # A dependent that waits beside working blocks slows them, unless all room is taken.
-            trigger=AT_START if few or num_tokens > _HALF_FULL else AT_END,
-        )
-        return Plan(
-            TOPK_SOFTMAX,
-            config,
-            {
-                "bias": 0 if bias is None else "bias",
-                "num_tokens": num_tokens,
-                "num_experts": num_experts,
-                "logits_stride": logits_stride,
-                "weights_stride": checks.rows(self.op, "weights", weights)[1],
-                "ids_stride": checks.rows(self.op, "ids", ids)[1],
-            },
-        )
-
-    def reference(
-        self,
-        logits: torch.Tensor,
-        top_k: int,
-        renormalize: bool,
-        softcap: float,
-        bias: torch.Tensor | None,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-    ) -> None:
-        x = logits.to(accumulation_dtype(logits.dtype))
-        p = _softmax(softcap * torch.tanh(x / softcap) if softcap > 0 else x)
-        score = x if bias is None else p + bias  # by the logits themselves: a softcap can round neighbours to one value
-        # A stable sort keeps equal scores in the order of their ids; NaN first becomes what sorts last.
-        nan = score.isnan()
-        order = torch.where(nan, -torch.inf, score).sort(dim=-1, descending=True, stable=True).indices
-        order = order.gather(-1, nan.gather(-1, order).to(torch.uint8).sort(dim=-1, stable=True).indices)[:, :top_k]
-        chosen = p.gather(-1, order)
-        if renormalize:
-            total = chosen.sum(-1, keepdim=True)
-            chosen = torch.where(total > 0, chosen / total, 0)
-        weights.copy_(chosen)
-        ids.copy_(order)
-
-    def forward_aot(
-        self,
-        logits: torch.Tensor,
-        top_k: int,
-        renormalize: bool,
-        softcap: float,
-        bias: torch.Tensor | None,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-    ) -> None:
-        self.check(logits, top_k, renormalize, softcap, bias, weights, ids)
-        _peers.sglang("moe.moe_topk_softmax", "topk_softmax")(weights, ids, logits, renormalize, softcap, bias)
-
-    def forward_triton(
-        self,
-        logits: torch.Tensor,
-        top_k: int,
-        renormalize: bool,
-        softcap: float,
-        bias: torch.Tensor | None,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-    ) -> None:
-        """No softcap."""
-        self.check(logits, top_k, renormalize, softcap, bias, weights, ids)
-        from hpcjit.ops.moe import _triton
-
-        _triton.topk_softmax(self.op, logits, top_k, renormalize, softcap, bias, weights, ids)
-
-
-def _softmax(x: torch.Tensor) -> torch.Tensor:
-    """Softmax in which NaN weighs nothing, several +inf share, and a row without anything above -inf is all zero."""
-    x = torch.where(x.isnan(), -torch.inf, x)
-    largest = x.amax(-1, keepdim=True)
-    e = torch.where(x == largest, 1, torch.exp(x - largest))
-    e = torch.where(largest == -torch.inf, 0, e)
-    return e / e.sum(-1, keepdim=True).clamp_min(1)
+    def forward_aot(self, *args: Any) -> None:
+        """No shared experts, padding or scaling."""
+        self.check(*args)
+        a = self.gate(*args)
+        self._refuse(KernelBackend.AOT, a, "num_shared_experts", "num_valid_tokens", "scaling_factor")
+        run = _peers.sglang("moe.moe_topk_softmax", "topk_softmax")
+        run(a.weights, a.ids, a.logits, a.renormalize, a.softcap, a.bias)
 
 
 topk_softmax_op = TopkSoftmaxOp()
@@ -216,7 +38,10 @@ def topk_softmax(
     *,
     renormalize: bool = False,
     softcap: float = 0.0,
+    scaling_factor: float = 1.0,
+    num_shared_experts: int = 0,
     bias: torch.Tensor | None = None,
+    num_valid_tokens: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
     ids: torch.Tensor | None = None,
     backend: str | None = None,
@@ -226,16 +51,21 @@ def topk_softmax(
         x       = logits, or softcap * tanh(logits / softcap) if softcap > 0
         p       = softmax(x)                                     (float32)
         ids     = indices of the top_k largest logits, or p + bias with a bias, largest first
-        weights = p[ids], or p[ids] / sum(p[ids]) with renormalize
+        weights = scaling_factor * p[ids], or scaling_factor * p[ids] / sum(p[ids]) with renormalize
 
     Args:
         logits: `[num_tokens, num_experts]`, bfloat16, float16 or float32, 1 to 1024 experts, experts contiguous.
         top_k: 1 to 32, and at most num_experts.
-        renormalize: make the weights of a token add up to 1.
+        renormalize: make the weights of a token add up to 1, before they are scaled.
         softcap: at least 0; 0 is none.
+        scaling_factor: of the weights.
+        num_shared_experts: 0 to 32; so many more columns with the ids num_experts, num_experts + 1, ... and weight 1,
+            whatever the scaling_factor.
         bias: None, or float32 `[num_experts]`, which decides the choice but does not enter the weights.
-        weights: float32 `[num_tokens, top_k]`, receives the weights. A new tensor by default.
-        ids: int32 `[num_tokens, top_k]`, receives the experts. A new tensor by default.
+        num_valid_tokens: None, or int32 `[1]` on the device. Rows from there on are padding: id -1 and weight 0 in every
+            column, and their logits may be anything.
+        weights: float32 `[num_tokens, top_k + num_shared_experts]`, receives the weights. A new tensor by default.
+        ids: int32 likewise, receives the experts. A new tensor by default.
         backend: run this backend or fail.
 
     Returns:
@@ -247,18 +77,13 @@ def topk_softmax(
 
     Safe under CUDA graphs once the signature has run or been prewarmed.
     """
-    require(TopkSoftmaxOp.op, "logits", logits, 2)
-    if weights is None or ids is None:
-        checks.integer(TopkSoftmaxOp.op, "top_k", top_k, low=1, high=min(MAX_TOP_K, logits.shape[1] or MAX_TOP_K))
-    if weights is None:
-        weights = logits.new_empty((logits.shape[0], top_k), dtype=torch.float32)
-    if ids is None:
-        ids = logits.new_empty((logits.shape[0], top_k), dtype=torch.int32)
-    args = (logits, top_k, renormalize, softcap, bias, weights, ids)
+    weights, ids = outputs(TopkSoftmaxOp.op, logits, top_k, num_shared_experts, weights, ids)
+    args = (logits, top_k, renormalize, softcap, scaling_factor, num_shared_experts)
+    tensors = (bias, num_valid_tokens, weights, ids)
     if torch.compiler.is_compiling():
-        torch.ops.hpcjit.moe_topk_softmax(*args)
+        torch.ops.hpcjit.moe_topk_softmax(*args, *tensors)
     elif backend is None:
-        topk_softmax_op.fast(*args)
+        topk_softmax_op.fast(*args, *tensors)
     else:
-        topk_softmax_op(*args, backend=backend)
+        topk_softmax_op(*args, *tensors, backend=backend)
     return weights, ids

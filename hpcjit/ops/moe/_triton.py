@@ -9,6 +9,7 @@ import triton.language as tl
 
 from hpcjit import checks
 from hpcjit.ops._triton import refuse
+from hpcjit.ops.moe._gate import GateArgs
 
 _INF = tl.constexpr(float("inf"))
 _NEVER = tl.constexpr(-(2**31))  # key of padding and of what has been chosen
@@ -16,7 +17,7 @@ _LAST = tl.constexpr(-(2**31) + 1)  # key of NaN, below that of -inf
 
 
 @triton.jit
-def _topk_softmax_kernel(
+def _gate_kernel(
     logits,
     bias,  # or None
     weights,
@@ -25,6 +26,8 @@ def _topk_softmax_kernel(
     logits_stride,
     weights_stride,
     ids_stride,
+    scaling_factor,
+    SIGMOID: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -35,14 +38,19 @@ def _topk_softmax_kernel(
     mask = expert < num_experts
     score = tl.load(logits + token * logits_stride + expert, mask=mask, other=-_INF).to(tl.float32)
 
-    # exp(x - largest): NaN weighs nothing, several +inf share, and of a row without anything above -inf all is zero.
+    # NaN weighs nothing; in a softmax several +inf share, and of a row without anything above -inf all is zero.
     x = tl.where(score == score, score, -_INF)
-    largest = tl.max(x, axis=0)
-    e = tl.where(x == largest, 1.0, tl.exp(x - largest))
-    e = tl.where(x > -_INF, e, 0.0)
-    total = tl.maximum(tl.sum(e, axis=0), 1.0)
+    if SIGMOID:
+        e = tl.div_rn(1.0, 1.0 + tl.exp(-x))
+        total = 1.0
+    else:
+        largest = tl.max(x, axis=0)
+        e = tl.where(x == largest, 1.0, tl.exp(x - largest))
+        e = tl.where(x > -_INF, e, 0.0)
+        total = tl.maximum(tl.sum(e, axis=0), 1.0)
     if bias is not None:
-        score = e / total + tl.load(bias + expert, mask=mask, other=0.0)
+        biased = e / total + tl.load(bias + expert, mask=mask, other=0.0)
+        score = tl.where(score == score, biased, score)
 
     # Integers in the order of the scores, in which nothing is as low as what has been chosen.
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
@@ -60,32 +68,83 @@ def _topk_softmax_kernel(
     if RENORMALIZE:
         total = tl.sum(chosen, axis=0)
         total = tl.where(total > 0.0, total, 1.0)
-    tl.store(weights + token * weights_stride + place, tl.div_rn(chosen, total), mask=place < TOP_K)
+    weight = tl.div_rn(chosen, total) * scaling_factor
+    tl.store(weights + token * weights_stride + place, weight, mask=place < TOP_K)
     tl.store(ids + token * ids_stride + place, chosen_id, mask=place < TOP_K)
 
 
-def topk_softmax(
-    op: str,
-    logits: torch.Tensor,
-    top_k: int,
-    renormalize: bool,
-    softcap: float,
-    bias: torch.Tensor | None,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-) -> None:
-    if softcap > 0:
+def gate(op: str, a: GateArgs) -> None:
+    if a.softcap > 0:
         refuse(op, "it has no softcap")
-    num_tokens, logits_stride = checks.rows(op, "logits", logits)
-    block = triton.next_power_of_2(logits.shape[1])
-    with torch.cuda.device_of(logits):
-        _topk_softmax_kernel[(num_tokens,)](
-            *(logits, bias, weights, ids, logits.shape[1], logits_stride),
-            checks.rows(op, "weights", weights)[1],
-            checks.rows(op, "ids", ids)[1],
-            RENORMALIZE=renormalize,
+    if a.grouped:
+        refuse(op, "it has no groups")
+    if a.num_shared_experts:
+        refuse(op, "it has no shared experts")
+    if a.num_valid_tokens is not None:
+        refuse(op, "it has no padding")
+    num_tokens, logits_stride = checks.rows(op, "logits", a.logits)
+    if not num_tokens:
+        return
+    block = triton.next_power_of_2(a.logits.shape[1])
+    with torch.cuda.device_of(a.logits):
+        _gate_kernel[(num_tokens,)](
+            *(a.logits, a.bias, a.weights, a.ids, a.logits.shape[1], logits_stride),
+            checks.rows(op, "weights", a.weights)[1],
+            checks.rows(op, "ids", a.ids)[1],
+            float(a.scaling_factor),
+            SIGMOID=a.scoring == "sigmoid",
+            RENORMALIZE=a.renormalize,
+            TOP_K=a.top_k,
+            BLOCK=block,
+            BLOCK_K=triton.next_power_of_2(a.top_k),
+            num_warps=1 if block <= 512 else 2,
+        )
+
+
+@triton.jit
+def _sum_reduce_kernel(
+    x,
+    weights,  # or None
+    out,
+    hidden_size,
+    token_stride,
+    pair_stride,
+    weights_stride,
+    out_stride,
+    scaling_factor,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < hidden_size
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in range(TOP_K):
+        row = x + token * token_stride + k * pair_stride
+        if weights is not None:
+            weight = tl.load(weights + token * weights_stride + k)
+            live = column < tl.where(weight == 0.0, 0, hidden_size)  # a pair of weight 0 is not read
+            total += tl.load(row + column, mask=live, other=0.0).to(tl.float32) * weight
+        else:
+            total += tl.load(row + column, mask=mask, other=0.0).to(tl.float32)
+    result = (total * scaling_factor).to(out.dtype.element_ty)
+    tl.store(out + token * out_stride + column, result, mask=mask)
+
+
+def sum_reduce(
+    op: str, x: torch.Tensor, scaling_factor: float, weights: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    num_tokens, top_k, hidden_size = x.shape
+    if not out.numel():
+        return
+    block = min(triton.next_power_of_2(hidden_size), 1024)
+    with torch.cuda.device_of(x):
+        _sum_reduce_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
+            *(x, weights, out, hidden_size, x.stride(0), x.stride(1)),
+            0 if weights is None else checks.rows(op, "weights", weights)[1],
+            checks.rows(op, "out", out)[1],
+            float(scaling_factor),
             TOP_K=top_k,
             BLOCK=block,
-            BLOCK_K=triton.next_power_of_2(top_k),
-            num_warps=1 if block <= 512 else 2,
+            num_warps=4,
         )
