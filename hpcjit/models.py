@@ -116,6 +116,16 @@ def _sum_reduce(m: Make, top_k: int, hidden_size: int) -> Any:
     return ops.moe.moe_sum_reduce(m.rows(top_k, hidden_size))
 
 
+def _router(m: Make, num_experts: int, hidden_size: int) -> Any:
+    return ops.gemm.router_gemm(m.rows(hidden_size), m.weight(num_experts, hidden_size, dtype=torch.float32))
+
+
+def _bf16x2(m: Make, num_experts: int, hidden_size: int) -> Any:
+    x = torch.empty(m.tokens, hidden_size, dtype=torch.bfloat16, device="meta")
+    parts = [m.weight(num_experts, hidden_size, dtype=torch.bfloat16) for _ in range(2)]
+    return ops.gemm.gemm_bf16x2(x, *parts)
+
+
 def _qk_norm(m: Make, num_q_heads: int, num_kv_heads: int, head_dim: int) -> Any:
     query, key = m.rows(num_q_heads, head_dim), m.rows(num_kv_heads, head_dim)
     return ops.layernorm.qk_norm(query, key, m.weight(head_dim), m.weight(head_dim))
@@ -162,6 +172,8 @@ USAGES: dict[str, Usage] = {
     "quantization.per_token_group_quant_fp8": _quant("per_token_group_quant_fp8"),
     "quantization.per_tensor_quant_fp8": _quant("per_tensor_quant_fp8"),
     "kvcache.reshape_and_cache": Usage(("num_kv_heads", "head_dim"), _cache),
+    "gemm.router_gemm": Usage(("num_experts", "hidden_size"), _router),
+    "gemm.gemm_bf16x2": Usage(("num_experts", "hidden_size"), _bf16x2),
     "moe.topk_softmax": Usage(("num_experts", "top_k"), _topk_softmax),
     "moe.topk_sigmoid": Usage(("num_experts", "top_k"), _topk_sigmoid),
     "moe.grouped_topk": Usage(("num_experts", "top_k", "num_groups", "topk_groups"), _grouped_topk),
@@ -352,6 +364,8 @@ def calls_of_model(
     for op, usage in USAGES.items():
         if op in known and _uses(model, op, usage):
             for sizes in _sizes(model, usage, shards):
+                if op == "gemm.router_gemm" and dtype == torch.float32:
+                    continue
                 if op != "attention.decode" or _attends(sizes, dtype):
                     calls += calls_of(op, sizes, tokens, dtype)
     return calls
@@ -367,6 +381,8 @@ def _attends(sizes: Sizes, dtype: torch.dtype) -> bool:
 def _uses(model: Model, op: str, usage: Usage) -> bool:
     group, _, name = op.partition(".")
     if usage.fp8 and not model.fp8:
+        return False
+    if name == "gemm_bf16x2":  # what router_gemm does too, from weights that no checkpoint holds
         return False
     if name in ("topk_softmax", "topk_sigmoid", "grouped_topk"):
         return name == model.gate
