@@ -97,7 +97,9 @@ def stream_plan(
     ruled = stream_rule(shape)
     config = dataclasses.replace(
         ruled,
-        row_tiles=1 if presplit else ruled.row_tiles,  # addresses of two matrices leave no registers for more
+        # Addresses of two matrices leave fewer registers.
+        row_tiles=1 if presplit else ruled.row_tiles,
+        blocks_per_sm=1 if presplit else ruled.blocks_per_sm,
         x_t=TYPE_NAMES[x.dtype],
         out_t=TYPE_NAMES[out.dtype],
         terms=2 if presplit else TERMS[mode],
@@ -142,10 +144,18 @@ def stream_rule(shape: Shape) -> RouterStreamConfig:
     while splits > 1 and (tiles * splits > 3 * shape.num_sms or steps < 4 * splits):
         splits //= 2
     shared = tiles * splits > shape.num_sms  # several blocks on a multiprocessor
-    depth = 1 if token_tiles == 8 else 3 if shared and token_tiles <= 2 else 2
+    depth = 1 if token_tiles == 8 else 3 if shared and token_tiles == 1 else 2
     most = 8 if shared or token_tiles > 2 else 16
     warps = max(1, min(most, -(-steps // (splits * depth))))
-    return RouterStreamConfig(row_tiles=row_tiles, token_tiles=token_tiles, warps=warps, splits=splits, depth=depth)
+    together = -(-tiles * splits // shape.num_sms) if token_tiles <= 2 else 1
+    return RouterStreamConfig(
+        row_tiles=row_tiles,
+        token_tiles=token_tiles,
+        warps=warps,
+        splits=splits,
+        depth=depth,
+        blocks_per_sm=min(together, 3),
+    )
 
 
 def _row_stride(x: torch.Tensor) -> int:
