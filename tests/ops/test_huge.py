@@ -11,6 +11,7 @@ from op_tools import operator, same_bits
 
 from hpcjit import numerics
 from hpcjit.cases import Maker
+from hpcjit.ops.gemm import router_gemm
 from hpcjit.ops.kvcache import reshape_and_cache
 from hpcjit.ops.moe import topk_softmax
 from hpcjit.ops.quantization import per_tensor_quant_fp8
@@ -162,3 +163,19 @@ def test_topk_softmax(gpu):
     assert same_bits(weights[rows], small_weights)
     assert torch.equal(ids[rows], small_ids)
     assert (ids[2] == torch.arange(4, device="cuda")).all()
+
+
+def test_router_gemm_tokens(gpu):
+    count, rows = rows_around(4096)
+    x, weight = sparse(gpu, count, 4096, rows), gpu.normal(16, 4096, dtype=FP32, std=0.02)
+    args = x, weight, "accurate", torch.empty(count, 16, dtype=FP32, device="cuda")
+    check_rows("gemm.router_gemm", args, rows)
+
+
+def test_router_gemm_experts(gpu):
+    """More experts than any model has: the row products of the weights need 64 bits."""
+    count, rows = rows_around(4096)
+    weight, x = sparse(gpu, count, 4096, rows, FP32), gpu.normal(3, 4096)
+    y = router_gemm(x, weight)
+    assert numerics.error(y[:, rows], x.double() @ weight[rows].double().t()) < 2.0**-19
+    assert int(y.count_nonzero()) == y[:, rows].count_nonzero()
