@@ -163,17 +163,16 @@ struct GateRow {
 
   // --- groups ---
 
-  // The two best scores of the lane, without NaN (which the minimum of two would turn into the other).
+  // The two best scores of the lane, without NaN, which the minimum of two would turn into the other.
   __device__ void two_best(float& a, float& b) const {
-    float sum = a = score[0];
+    a = score[0];
     b = -INFINITY;
 #pragma unroll
     for (int i = 1; i < kPerLane; ++i) {
       b = fmaxf(b, fminf(a, score[i]));
-      a = fmaxf(a, score[i]);
-      sum += score[i];
+      a = max_or_nan(a, score[i]);
     }
-    if (sum == sum) return;
+    if (a == a) return;
     a = b = -INFINITY;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
@@ -331,11 +330,9 @@ __device__ __forceinline__ void gate_row(int lane, const typename Config::logits
   GateRow<Config> row(logits, inputs, lane);
   row.load();
   const Winner winner = row.choose(list);
-  float weight = winner.rank < kTopK ? row.weight(winner.logit) : 0.f;
-  if constexpr (Config::kRenormalize) {
-    const float sum = reduce_lanes<Add>(weight);
-    weight = sum > 0.f ? weight / sum : 0.f;
-  }
+  float weight = row.weight(winner.logit);
+  weight = winner.rank < kTopK ? weight : 0.f;
+  if constexpr (Config::kRenormalize) weight = divided(weight, reduce_lanes<Add>(weight));
   if (winner.rank < kTopK) {
     weights[winner.rank] = Config::kScaled ? weight * inputs.scaling_factor : weight;
     ids[winner.rank] = winner.id;

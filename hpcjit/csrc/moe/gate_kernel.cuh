@@ -4,6 +4,8 @@
 // *num_valid_tokens on are padding; their logits are not read after that is known, and they get id -1 with weight 0.
 // Shared memory: a list of 32 candidates per warp.
 #pragma once
+#include <type_traits>
+
 #include "hpcjit/launch.cuh"
 #include "hpcjit/ptx/pdl.cuh"
 #include "hpcjit/ptx/prefetch.cuh"
@@ -26,6 +28,12 @@ struct GateParams {
   double scaling_factor;
 };
 
+// Of a row, in elements. Unless kWide, the rows and their strides are 32-bit: one instruction.
+template <class Config>
+__device__ __forceinline__ int64_t row_offset(int64_t row, int64_t stride) {
+  return Config::kWide ? row * stride : int64_t(uint64_t(uint32_t(row)) * uint32_t(stride));
+}
+
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     gate_kernel(const __grid_constant__ GateParams p) {
@@ -34,16 +42,18 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
 
   pdl::trigger_at<Config::kTrigger, pdl::kAtStart>();
   const int lane = threadIdx.x % 32;
-  const int64_t token = int64_t(blockIdx.x) * (Config::kThreads / 32) + threadIdx.x / 32;
+  using row_t = std::conditional_t<Config::kWide, int64_t, uint32_t>;
+  const int64_t token = row_t(blockIdx.x) * (Config::kThreads / 32) + threadIdx.x / 32;
   if (token >= p.num_tokens) return;
-  const logits_t* logits = static_cast<const logits_t*>(p.logits) + token * p.logits_stride;
+  const logits_t* logits =
+      static_cast<const logits_t*>(p.logits) + row_offset<Config>(token, p.logits_stride);
   if constexpr (Config::kPrefetch) {
     constexpr int kLine = 128 / int(sizeof(logits_t));
     if (lane * kLine < p.num_experts) prefetch_l2(logits + lane * kLine);  // 32 lines: 1024 fp32
   }
   pdl::wait();
-  float* weights = p.weights + token * p.weights_stride;
-  int32_t* ids = p.ids + token * p.ids_stride;
+  float* weights = p.weights + row_offset<Config>(token, p.weights_stride);
+  int32_t* ids = p.ids + row_offset<Config>(token, p.ids_stride);
   if (Config::kHasValid && token >= *p.num_valid_tokens) {
     gate_padding<Config>(lane, weights, ids);
   } else {

@@ -40,17 +40,38 @@ __device__ __forceinline__ float quick_exponential(float x, float largest) {
   return exp2_approx((x - largest) * 1.4426950408889634f);
 }
 
-// 1 / (1 + exp(-x)) to about 2^-22; 0 below 2^-126. NaN stays NaN.
-__device__ __forceinline__ float quick_sigmoid(float x) {
-  float s;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.f + exp2_approx(x * -1.4426950408889634f)));
-  return s;
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
-// To float32 rounding; 0 for NaN.
+// 1 / (1 + exp(-x)) to about 2^-22 in absolute terms; 0 below 2^-126. NaN stays NaN.
+__device__ __forceinline__ float quick_sigmoid(float x) {
+  return reciprocal_approx(1.f + exp2_approx(x * -1.4426950408889634f));
+}
+
+// The same to 2^-22 of itself: what the product with log2(e) loses is put back. 0 for NaN.
 __device__ __forceinline__ float sigmoid(float x) {
-  const float s = 1.f / (1.f + expf(-x));
-  return s == s ? s : 0.f;
+  const float y = fminf(fmaxf(x, -88.f), 88.f);  // exp(88) is finite, its inverse below 2^-126
+  const float t = y * -1.4426950408889634f;
+  const float rest = __fmaf_rn(y, -1.9259629911e-8f, __fmaf_rn(y, -1.4426950408889634f, -t));
+  const float e = exp2_approx(t);
+  return reciprocal_approx(1.f + __fmaf_rn(e * rest, 0.6931471805599453f, e));
+}
+
+// x / sum to a rounding and a half, for a sum that is not negative; 0 for one of 0.
+__device__ __forceinline__ float divided(float x, float sum) {
+  if (sum < 1e-30f) return sum > 0.f ? x / sum : 0.f;  // the inverse might overflow
+  const float y = reciprocal_approx(sum);
+  return x * __fmaf_rn(y, __fmaf_rn(-sum, y, 1.f), y);
+}
+
+// The larger, or NaN if one of them is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float x;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+  return x;
 }
 
 // Sum over this lane and those below it.

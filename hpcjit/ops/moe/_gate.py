@@ -41,6 +41,7 @@ class GateConfig(Config):
     has_bias: bool = False
     has_valid: bool = False
     ranked: bool = True
+    wide: bool = False
     prefetch: bool = False
     min_blocks: int = 1
     trigger: int = 0
@@ -161,10 +162,11 @@ class GateOp(JitOp):
             "weights_stride": checks.rows(self.op, "weights", a.weights)[1],
             "ids_stride": checks.rows(self.op, "ids", a.ids)[1],
         }
+        wide = max(value for value in values.values() if isinstance(value, int)) >= 2**31
         values |= {name: 0 for name in ("bias", "num_valid_tokens") if getattr(a, name) is None}
         if "softcap" not in self.arguments:
             values["softcap"] = 0.0
-        return Plan(GATE, _config(a, int(values["logits_stride"])), values)
+        return Plan(GATE, _config(a, int(values["logits_stride"]), wide), values)
 
     def reference(self, *args: Any) -> None:
         route(self.gate(*args))
@@ -186,7 +188,7 @@ class GateOp(JitOp):
 _UNUSED: dict[str, Any] = {"num_shared_experts": 0, "num_valid_tokens": None, "scaling_factor": 1.0}
 
 
-def _config(a: GateArgs, logits_stride: int) -> GateConfig:
+def _config(a: GateArgs, logits_stride: int, wide: bool) -> GateConfig:
     num_tokens, num_experts = a.logits.shape
     groups = a.num_groups if a.grouped else 1
     group_lanes = 32 // (1 << (groups - 1).bit_length())
@@ -217,6 +219,7 @@ def _config(a: GateArgs, logits_stride: int) -> GateConfig:
         has_bias=a.bias is not None,
         has_valid=a.num_valid_tokens is not None,
         ranked=a.top_k <= min(_MAX_RANKED, chosen_from // 2),
+        wide=wide,
         prefetch=few,
         # 32 registers, where they suffice: all warps that an SM can hold.
         min_blocks=8 if not few and plain and per_lane <= 8 else 1,
