@@ -200,7 +200,6 @@ def _config(a: GateArgs, logits_stride: int, wide: bool) -> GateConfig:
         vec //= 2
     per_lane = -(-share // vec) * vec
     chosen_from = a.topk_groups * group_lanes if a.grouped else 32  # lanes
-    plain = a.softcap == 0 and a.bias is None
     few = num_tokens <= _BLOCK_PER_SM
     return GateConfig(
         TYPE_NAMES[a.logits.dtype],
@@ -221,11 +220,18 @@ def _config(a: GateArgs, logits_stride: int, wide: bool) -> GateConfig:
         ranked=a.top_k <= min(_MAX_RANKED, chosen_from // 2),
         wide=wide,
         prefetch=few,
-        # 32 registers, where they suffice: all warps that an SM can hold.
-        min_blocks=8 if not few and plain and per_lane <= 8 else 1,
+        min_blocks=1 if few else _min_blocks(a, per_lane),
         # A dependent that waits beside working blocks slows them, unless all room is taken.
         trigger=AT_START if few or num_tokens > _HALF_FULL else AT_END,
     )
+
+
+def _min_blocks(a: GateArgs, per_lane: int) -> int:
+    """Of 256 threads on an SM: 8 are all that it can hold, with 32 registers each; 6 leave 40. As many as do not spill."""
+    if a.softcap > 0 or per_lane > 12:
+        return 1
+    crowded = a.grouped and (a.num_shared_experts or a.num_valid_tokens is not None)
+    return 8 if per_lane <= 8 and not crowded else 6
 
 
 # --- the reference --------------------------------------------------------------------------------------------------
