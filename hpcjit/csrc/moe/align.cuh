@@ -121,20 +121,22 @@ struct AlignPlace : AlignBlock<Config> {
     }
   }
 
-  // What the count kernel found. Threads of a row read the counts of one chunk; there are fewer experts than threads.
+  // What the count kernel found. Where threads outnumber the experts, rows of threads share out the chunks.
   __device__ void count_chunks() {
-    const int rows = kThreads / experts, row = threadIdx.x / experts, e = threadIdx.x % experts;
-    if (row >= rows) return;
-    const int32_t* count = static_cast<const int32_t*>(p.workspace) + e;
-    int before = 0, all = 0;
+    const int rows = max(kThreads / experts, 1), row = threadIdx.x / experts;
+    if (experts <= kThreads && row >= rows) return;
+    for (int e = experts <= kThreads ? threadIdx.x % experts : threadIdx.x; e < experts; e += kThreads) {
+      const int32_t* count = static_cast<const int32_t*>(p.workspace) + e;
+      int before = 0, all = 0;
 #pragma unroll 8
-    for (int b = row; b < int(p.blocks); b += rows) {
-      const int n = count[int64_t(b) * experts];
-      before += b < int(blockIdx.x) ? n : 0;
-      all += n;
+      for (int b = experts <= kThreads ? row : 0; b < int(p.blocks); b += rows) {
+        const int n = count[int64_t(b) * experts];
+        before += b < int(blockIdx.x) ? n : 0;
+        all += n;
+      }
+      atomicAdd(earlier + e, before);
+      atomicAdd(filled + e, all);
     }
-    atomicAdd(earlier + e, before);
-    atomicAdd(filled + e, all);
   }
 
   // Sum over this thread of the block and those before it.
@@ -267,7 +269,7 @@ __global__ void __launch_bounds__(Config::kThreads)
 template <class Config>
 struct Align {
   using Params = AlignParams;
-  static constexpr int kMaxExperts = 1024;
+  static constexpr int kMaxExperts = Config::kThreads > 512 ? 512 : 1024;  // shared memory for SM 8.6 too
 
   static int place_bytes(int experts) { return (experts * (Config::kThreads / 32 + 3) + 1) * 4; }
 

@@ -118,7 +118,7 @@ class MoeAlignBlockSizeOp(JitOp):
         _, ids_stride = checks.rows(self.op, "topk_ids", a.topk_ids)
         counted = numel > _ONE_BLOCK
         blocks = min(-(-numel // _PER_BLOCK), _MAX_BLOCKS) if counted else 1
-        threads = 256 if numel <= _FEW and a.num_experts <= 512 else 1024
+        threads = 512 if a.num_experts > 512 else 256 if numel <= _FEW else 1024
         config = AlignConfig(
             threads=threads,
             per_thread=-(-a.num_experts // threads),
