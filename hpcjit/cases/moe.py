@@ -11,10 +11,27 @@ _DEMO = frozenset({"demo", "bench"})
 _BENCH = frozenset({"bench"})
 
 _TOKENS = (1, 32, 2048, 8192)
+_NEAR = 5e-7  # a few roundings of scores up to 1
 
 
 def _outputs(m: Maker, tokens: int, columns: int) -> Args:
     return m.poison(tokens, columns, dtype=torch.float32), m.poison(tokens, columns, dtype=torch.int32)
+
+
+def separated(logits: torch.Tensor, bias: torch.Tensor | None, scoring: str, num_groups: int = 1) -> torch.Tensor:
+    """The logits, with a copy of another row for each in which scores are so near that float32 may order them otherwise."""
+    if bias is None or logits.is_meta or not logits.numel():
+        return logits
+    x = logits.double()
+    choice = (torch.sigmoid(x) if scoring == "sigmoid" else torch.softmax(x, -1)) + bias.double()
+    apart = choice.sort(-1).values.diff(dim=-1).amin(-1) > _NEAR if choice.shape[1] > 1 else choice[:, 0].isfinite()
+    if num_groups > 1:
+        groups = choice.unflatten(-1, (num_groups, -1))
+        groups = groups.topk(min(2, groups.shape[-1])).values.sum(-1)
+        apart &= groups.sort(-1).values.diff(dim=-1).amin(-1) > _NEAR
+    rows = torch.arange(len(logits), device=logits.device)
+    logits.copy_(logits[torch.where(apart, rows, apart.int().argmax())])
+    return logits
 
 
 def _topk_softmax(tokens: int, experts: int) -> Make:
@@ -29,6 +46,7 @@ def _topk_sigmoid(tokens: int, experts: int, biased: bool) -> Make:
     def make(m: Maker) -> Args:
         logits = m.normal(tokens, experts, dtype=torch.float32)
         bias = m.normal(experts, dtype=torch.float32, std=0.1) if biased else None
+        separated(logits, bias, "sigmoid")
         return logits, 8, True, 2.5 if biased else 1.0, 0, bias, None, *_outputs(m, tokens, 8)
 
     return make
@@ -40,6 +58,7 @@ def _grouped_topk(tokens: int, experts: int) -> Make:
     def make(m: Maker) -> Args:
         logits = m.normal(tokens, experts, dtype=torch.float32)
         bias = m.normal(experts, dtype=torch.float32, std=0.1)
+        separated(logits, bias, "sigmoid", 8)
         return logits, 8, 8, 4, "sigmoid", True, 2.5, 0, bias, None, *_outputs(m, tokens, 8)
 
     return make

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hpcjit.cases import Args, Maker
+from hpcjit.cases.moe import separated
 
 BF16, FP16, FP32, INT32 = torch.bfloat16, torch.float16, torch.float32, torch.int32
 
@@ -37,6 +38,7 @@ class Gate:
     def args(self, op: str, m: Maker, placed: Placed) -> Args:
         logits = placed(m, m.normal, (self.tokens, self.experts), self.dtype, self.how)
         bias = m.normal(self.experts, dtype=FP32, std=self.bias) if self.bias else None
+        separated(logits, bias, "softmax" if op == "moe.topk_softmax" else self.scoring, self.groups[0])
         valid = None
         if self.valid is not None:
             valid = m.poison(1, dtype=INT32).fill_(self.valid)

@@ -51,20 +51,26 @@ __device__ __forceinline__ float quick_sigmoid(float x) {
   return reciprocal_approx(1.f + exp2_approx(x * -1.4426950408889634f));
 }
 
+// 1 / x to a rounding, for x of at least 2^-100.
+__device__ __forceinline__ float reciprocal(float x) {
+  const float y = reciprocal_approx(x);
+  return __fmaf_rn(y, __fmaf_rn(-x, y, 1.f), y);
+}
+
 // The same to 2^-22 of itself: what the product with log2(e) loses is put back. 0 for NaN.
 __device__ __forceinline__ float sigmoid(float x) {
   const float y = fminf(fmaxf(x, -88.f), 88.f);  // exp(88) is finite, its inverse below 2^-126
   const float t = y * -1.4426950408889634f;
   const float rest = __fmaf_rn(y, -1.9259629911e-8f, __fmaf_rn(y, -1.4426950408889634f, -t));
   const float e = exp2_approx(t);
-  return reciprocal_approx(1.f + __fmaf_rn(e * rest, 0.6931471805599453f, e));
+  return reciprocal(1.f + __fmaf_rn(e * rest, 0.6931471805599453f, e));
 }
 
-// x / sum to a rounding and a half, for a sum that is not negative; 0 for one of 0.
+// x / sum to a rounding, for a sum that is not negative; 0 for one of 0.
 __device__ __forceinline__ float divided(float x, float sum) {
   if (sum < 1e-30f) return sum > 0.f ? x / sum : 0.f;  // the inverse might overflow
-  const float y = reciprocal_approx(sum);
-  return x * __fmaf_rn(y, __fmaf_rn(-sum, y, 1.f), y);
+  const float y = reciprocal(sum), quotient = x * y;
+  return __fmaf_rn(__fmaf_rn(-sum, quotient, x), y, quotient);
 }
 
 // The larger, or NaN if one of them is.
