@@ -13,7 +13,7 @@ from hpcjit import numerics
 from hpcjit.cases import Maker
 from hpcjit.ops.gemm import router_gemm
 from hpcjit.ops.kvcache import reshape_and_cache
-from hpcjit.ops.moe import topk_softmax
+from hpcjit.ops.moe import moe_align_block_size, topk_softmax
 from hpcjit.ops.quantization import per_tensor_quant_fp8
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -179,3 +179,37 @@ def test_router_gemm_experts(gpu):
     y = router_gemm(x, weight)
     assert numerics.error(y[:, rows], x.double() @ weight[rows].double().t()) < 2.0**-19
     assert int(y.count_nonzero()) == y[:, rows].count_nonzero()
+
+
+def test_gate_of_distant_rows(gpu):
+    """A row stride of 2^31: row offsets need more than 32 bits."""
+    logits = torch.zeros(2**32 + 64, dtype=BF16, device="cuda").as_strided((3, 64), (2**31, 1))
+    logits.copy_(gpu.normal(3, 64))
+    found, expected = topk_softmax(logits, 4), topk_softmax(logits.contiguous(), 4)
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_moe_sum_reduce(gpu):
+    count, rows = rows_around(8 * 4096)
+    x = torch.zeros(count, 8, 4096, dtype=BF16, device="cuda")
+    x[rows] = gpu.normal(len(rows), 8, 4096)
+    args = x, 2.0, torch.rand(count, 8, device="cuda"), torch.empty(count, 4096, dtype=BF16, device="cuda")
+    check_rows("moe.moe_sum_reduce", args, rows)
+
+
+def test_moe_align_block_size(gpu):
+    """2^27 pairs: chunks of a million, and counts past 16 bits."""
+    ids = gpu.integers(-1, 64, 2**24, 8)
+    sorted_token_ids, expert_ids, post = moe_align_block_size(ids, 64, 128)
+    flat = ids.flatten()
+    count = int(post)
+    assert count == int(sum(-(-int((flat == e).sum()) // 128) * 128 for e in range(64)))
+    pairs = sorted_token_ids[:count].view(-1, 128)
+    real = pairs < flat.numel()
+    assert torch.equal(real.sum(), (flat >= 0).sum())
+    owner = flat[pairs.clamp(max=flat.numel() - 1).long()]
+    assert torch.equal(owner[real], expert_ids[: count // 128].unsqueeze(1).expand_as(owner)[real])
+    steps = pairs.flatten().diff()
+    assert (steps[(expert_ids[: count // 128].repeat_interleave(128).diff() == 0)] >= 0).all(), "in increasing order"
+    assert (sorted_token_ids[count:] == flat.numel()).all()
+    assert (expert_ids[count // 128 :] == -1).all()
