@@ -13,7 +13,8 @@
 // Sums over warps go through shared memory, then each block sends its sums to the block of the cluster that owns them
 // (kSplits equal shares); all in a fixed order. Shared memory: float4 partial[kWarps][kVecs], a vector per lane and tile,
 // written by its warp, read after __syncthreads(); float4 shares[kSplits][kShare], written by st.async of the cluster once
-// all its blocks have started (cluster barrier), read when the mbarrier behind it has counted all bytes.
+// all its blocks have started (cluster barrier), read when the mbarrier behind it has counted all bytes. What becomes of
+// a result is up to a Sink.
 //
 // Before pdl::wait() weights are only prefetched: a predecessor may be writing them.
 #pragma once
@@ -132,11 +133,22 @@ __device__ __forceinline__ float4 sum_of(const float4* first, int stride) {
   return sum;
 }
 
-// Stores the four results that lane `vec` % 32 of tile `vec` / 32 has; whole warps call it.
+// The Sink of a product alone: results go to `out`. begin() is called once `pdl::wait()` has returned.
 template <class Config>
-__device__ __forceinline__ void store(const RouterStreamParams& p, const StreamPlace<Config>& place, int vec,
-                                      bool mine, float4 sum) {
+struct StreamOut {
   using out_t = typename Config::out_t;
+  const RouterStreamParams& p;
+
+  __device__ __forceinline__ void begin() {}
+  __device__ __forceinline__ void put(int64_t token, int64_t expert, float value) const {
+    static_cast<out_t*>(p.out)[token * p.out_stride + expert] = from_float<out_t>(value);
+  }
+};
+
+// Hands over the four results that lane `vec` % 32 of tile `vec` / 32 has; whole warps call it.
+template <class Config, class Sink>
+__device__ __forceinline__ void store(const RouterStreamParams& p, const StreamPlace<Config>& place, int vec,
+                                      bool mine, float4 sum, const Sink& sink) {
   const int tile = vec / 32, g = vec % 32 / 4, t = vec % 4;
   const int64_t row = place.first_row + tile / Config::kTokenTiles * 16 + g;
   const int64_t column = place.first_token + tile % Config::kTokenTiles * 8 + 2 * t;
@@ -146,7 +158,7 @@ __device__ __forceinline__ void store(const RouterStreamParams& p, const StreamP
     const int64_t expert = row + i / 2 * 8, token = column + i % 2;
     const bool live = mine && expert < p.num_experts && token < p.num_tokens;
     if constexpr (!Config::kPresplit) value[i] = repair<Config>(value[i], live, token, expert, p);
-    if (live) static_cast<out_t*>(p.out)[token * p.out_stride + expert] = from_float<out_t>(value[i]);
+    if (live) sink.put(token, expert, value[i]);
   }
 }
 
@@ -169,10 +181,10 @@ __device__ __forceinline__ void open_shares() {
   cluster::arrive_relaxed();
 }
 
-// Adds up the warps' sums, over the cluster too, and stores them.
-template <class Config>
+// Adds up the warps' sums, over the cluster too, and hands them over.
+template <class Config, class Sink>
 __device__ __forceinline__ void combine(const RouterStreamParams& p, const StreamPlace<Config>& place,
-                                        const StreamSums<Config>& sums) {
+                                        const StreamSums<Config>& sums, const Sink& sink) {
   using Shape = StreamShape<Config>;
   constexpr int kVecs = Shape::kVecs, kShare = Shape::kShare;
   extern __shared__ float4 partial[];
@@ -185,7 +197,7 @@ __device__ __forceinline__ void combine(const RouterStreamParams& p, const Strea
   __syncthreads();
   if constexpr (Config::kSplits == 1) {
     for (int vec = threadIdx.x; vec < kVecs; vec += Shape::kThreads)
-      store(p, place, vec, true, sum_of<Config::kWarps>(partial + vec, kVecs));
+      store(p, place, vec, true, sum_of<Config::kWarps>(partial + vec, kVecs), sink);
   } else {
     const float4* shares = partial + Config::kWarps * kVecs;
     const uint32_t arrived = arrival_barrier<Config>();
@@ -201,14 +213,14 @@ __device__ __forceinline__ void combine(const RouterStreamParams& p, const Strea
     for (int first = warp * 32; first < kShare; first += Shape::kThreads) {
       const int vec = min(first + lane, kShare - 1);
       store(p, place, place.rank * kShare + vec, vec == first + lane,
-            sum_of<Config::kSplits>(shares + vec, kShare));
+            sum_of<Config::kSplits>(shares + vec, kShare), sink);
     }
   }
 }
 
-template <class Config>
-__global__ void __launch_bounds__(StreamShape<Config>::kThreads, Config::kBlocksPerSm)
-    router_stream_kernel(const __grid_constant__ RouterStreamParams p) {
+// The whole work of a block.
+template <class Config, class Sink>
+__device__ __forceinline__ void router_stream(const RouterStreamParams& p, Sink& sink) {
   pdl::trigger();
   if constexpr (Config::kSplits > 1) open_shares<Config>();
   const StreamPlace<Config> place(p);
@@ -216,9 +228,17 @@ __global__ void __launch_bounds__(StreamShape<Config>::kThreads, Config::kBlocks
   const typename StreamWeights<Config>::Rows weight_rows(p, place, threadIdx.x % 32);
   const typename StreamTokens<Config>::Rows token_rows(p, place, threadIdx.x % 32);
   pdl::wait();
+  sink.begin();
   StreamSums<Config> sums = {};
   stream<Config>(p, place, weight_rows, token_rows, sums);
-  combine<Config>(p, place, sums);
+  combine<Config>(p, place, sums, sink);
+}
+
+template <class Config>
+__global__ void __launch_bounds__(StreamShape<Config>::kThreads, Config::kBlocksPerSm)
+    router_stream_kernel(const __grid_constant__ RouterStreamParams p) {
+  StreamOut<Config> sink{p};
+  router_stream<Config>(p, sink);
 }
 
 template <class Config>
