@@ -31,7 +31,10 @@ class GemmBf16x2Op(JitOp):
         if not out.numel():
             return NOTHING
         shape = _router_plan.shape_of(x, w_high.shape[0])
-        return _router_plan.stream_plan(x, (w_high, w_low), "fast", out, shape)
+        weights = w_high, w_low
+        return _router_plan.tile_plan(x, weights, "fast", out, shape) or _router_plan.stream_plan(
+            x, weights, "fast", out, shape
+        )
 
     def reference(
         self, x: torch.Tensor, w_high: torch.Tensor, w_low: torch.Tensor, scale: float, out: torch.Tensor

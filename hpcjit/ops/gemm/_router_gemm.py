@@ -62,6 +62,15 @@ def check_product(
     op: str, x: torch.Tensor, weights: dict[str, torch.Tensor], dtype: torch.dtype, out: torch.Tensor
 ) -> None:
     """Refuse whatever is not `out[m, n] = sum over k of x[m, k] weight[n, k]` for every one of `weights`."""
+    num_experts = check_factors(op, x, weights, dtype)
+    checks.tensor(op, "out", out, dtypes=RESULTS, shape=(x.shape[0], num_experts), like=x)
+    distinct(op, "out", out)
+    overwrites_none(op, "out", out, {"x": x, **weights})
+    checks.no_grad(op, x=x, out=out, **weights)
+
+
+def check_factors(op: str, x: torch.Tensor, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> int:
+    """The same of what is multiplied alone. Returns the number of experts."""
     checks.tensor(op, "x", x, dtypes=ACTIVATIONS if dtype == torch.float32 else (dtype,))
     if x.ndim != 2 or not x.shape[1]:
         raise ArgumentError(op, "x", "[num_tokens, hidden_size]", checks.describe(x))
@@ -75,10 +84,7 @@ def check_product(
             raise ArgumentError(op, name, f"{expected} with an expert or more", checks.describe(weight))
         num_experts = weight.shape[0]
     assert num_experts is not None
-    checks.tensor(op, "out", out, dtypes=RESULTS, shape=(x.shape[0], num_experts), like=x)
-    distinct(op, "out", out)
-    overwrites_none(op, "out", out, {"x": x, **weights})
-    checks.no_grad(op, x=x, out=out, **weights)
+    return num_experts
 
 
 def matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, fast: bool = False) -> None:
@@ -125,7 +131,8 @@ def router_gemm(
         weight: float32 `[num_experts, hidden_size]`, likewise. It is read and split anew at each call: a change in place
             takes effect at once.
         mode: "accurate", as good as a float32 product: the weights in three 16-bit terms, which is exact for bfloat16; or
-            "fast", two terms, which leave 2^-17 of each weight (2^-24 with float16 activations).
+            "fast", two terms, which leave 2^-17 of each weight. Float16 activations take two float16 terms in either mode,
+            which leave 2^-22.
         out_dtype: float32 or bfloat16, of a new result.
         out: receives the result, `[num_tokens, num_experts]`, float32 or bfloat16; any row stride. A new tensor by default.
         backend: run this backend or fail.
@@ -134,8 +141,7 @@ def router_gemm(
         `out`. Sums are float32, in a fixed order: bits repeat, and a row's do not depend on what other rows hold.
 
         Infinities, NaN and weights near the largest float32 give what a float32 product gives; finding that out costs time.
-        Of weights below 2^-110 what lies under 2^-133 is lost. With float16 activations the terms are float16: weights lose
-        what lies under 2^-47 ("fast": 2^-36).
+        Of weights below 2^-110 what lies under 2^-133 is lost; with float16 activations, of any weight what lies under 2^-36.
 
         A hidden_size of whole fours with rows on 16-byte boundaries (8-byte for x) is fast; any other works.
 

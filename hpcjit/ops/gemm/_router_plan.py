@@ -12,10 +12,14 @@ from hpcjit import tune
 from hpcjit.build import Config, Template
 from hpcjit.jit_op import Plan
 from hpcjit.ops._rows import TYPE_NAMES
+from hpcjit.ops.gemm import _router_tile
+from hpcjit.ops.gemm._router_tile import RouterTileConfig
 
 TABLE = "router_gemm"  # tuned/router_gemm.json, shapes as `shape_name` spells them
 STEP_K = 32  # of hidden_size, in one step of a warp
 TERMS = {"accurate": 3, "fast": 2}
+FEW_TOKENS = 64  # up to which one pass over few weights beats the kernel for many tokens; over MANY_WEIGHTS up to half
+MANY_WEIGHTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -74,14 +78,72 @@ def shape_name(shape: Shape, mode: str) -> str:
 def plan(x: torch.Tensor, weight: torch.Tensor, mode: str, out: torch.Tensor) -> Plan:
     shape = shape_of(x, weight.shape[0])
     tuned = tune.lookup(TABLE, x.device, shape_name(shape, mode), shape.num_tokens)
-    return tile_plan(x, weight, mode, out, shape, tuned) or stream_plan(x, (weight,), mode, out, shape, tuned)
+    return tile_plan(x, (weight,), mode, out, shape, tuned) or stream_plan(x, (weight,), mode, out, shape, tuned)
 
 
 def tile_plan(
-    x: torch.Tensor, weight: torch.Tensor, mode: str, out: torch.Tensor, shape: Shape, tuned: tune.Values | None
+    x: torch.Tensor,
+    weights: tuple[torch.Tensor, ...],
+    mode: str,
+    out: torch.Tensor,
+    shape: Shape,
+    tuned: tune.Values | None = None,
 ) -> Plan | None:
-    """The plan of the kernel for many tokens, or None where it does not apply or is slower."""
-    return None
+    """The plan of the kernel for many tokens, or None where it does not apply or should be slower."""
+    if not (_tile_applies(shape, tuned) and all(map(_copied_in_boxes, (x, *weights)))):
+        return None
+    presplit, half = len(weights) == 2, x.dtype == torch.float16
+    base = RouterTileConfig(
+        x_t=TYPE_NAMES[x.dtype],
+        out_t=TYPE_NAMES[out.dtype],
+        terms=2 if presplit else terms_of(x, mode),
+        separate_low=presplit or half,
+        presplit=presplit,
+        vector_out=shape.num_experts % 4 == 0 and _in_fours(out),
+    )
+    accurate = mode == "accurate"
+    config = None
+    if tuned and tuned["kernel"] == "tile":
+        found: dict[str, Any] = {name: tuned[name] for name in _router_tile.TUNED}
+        config = _router_tile.complete(dataclasses.replace(base, **found), shape.hidden_size, accurate)
+    if config is None:
+        tokens = _router_tile.rounded(shape.num_tokens)
+        config = _router_tile.best(base, tokens, *dataclasses.astuple(shape)[1:], accurate)
+    return Plan(_router_tile.ROUTER_TILE, config, _launch_values(x, weights, out, shape))
+
+
+def _tile_applies(shape: Shape, tuned: tune.Values | None) -> bool:
+    if tuned:
+        return tuned["kernel"] == "tile"
+    return shape.num_tokens > (FEW_TOKENS if shape.num_experts * shape.hidden_size < MANY_WEIGHTS else FEW_TOKENS // 2)
+
+
+def _copied_in_boxes(x: torch.Tensor) -> bool:
+    """Whether the copy engine can take boxes of it: rows on 16-byte boundaries that do not overlap."""
+    stride = _row_stride(x)
+    return _address(x) % 16 == 0 and stride * x.element_size() % 16 == 0 and stride >= x.shape[1] and x.shape[1] >= 64
+
+
+def terms_of(x: torch.Tensor, mode: str) -> int:
+    """Terms of a weight. Two of float16 have as many bits as three of bfloat16 need for theirs."""
+    return 2 if x.dtype == torch.float16 else TERMS[mode]
+
+
+def _launch_values(
+    x: torch.Tensor, weights: tuple[torch.Tensor, ...], out: torch.Tensor, shape: Shape
+) -> dict[str, int | float | str]:
+    """Launch parameters that both kernels have; `weights` are the fp32 weights, or their high and low parts in bf16."""
+    presplit = len(weights) == 2
+    values: dict[str, int | float | str] = {
+        "num_tokens": shape.num_tokens,
+        "num_experts": shape.num_experts,
+        "hidden_size": shape.hidden_size,
+        "x_stride": _row_stride(x),
+        "weight_stride": _row_stride(weights[0]),
+        "low_stride": _row_stride(weights[1]) if presplit else 0,
+        "out_stride": _row_stride(out),
+    }
+    return values | ({"weight": "w_high", "weight_low": "w_low"} if presplit else {"weight_low": 0, "scale": 1.0})
 
 
 def stream_plan(
@@ -102,7 +164,7 @@ def stream_plan(
         blocks_per_sm=1 if presplit else ruled.blocks_per_sm,
         x_t=TYPE_NAMES[x.dtype],
         out_t=TYPE_NAMES[out.dtype],
-        terms=2 if presplit else TERMS[mode],
+        terms=2 if presplit else terms_of(x, mode),
         presplit=presplit,
         aligned=shape.hidden_size % 4 == 0 and all(map(_in_fours, (x, *weights))),
     )
@@ -115,21 +177,7 @@ def stream_plan(
         exact=config.aligned and shape.hidden_size % STEP_K == 0,
         once=steps == config.splits * config.warps * config.depth,
     )
-    high, low = weights[0], weights[-1] if presplit else None
-    values: dict[str, int | float | str] = {
-        "num_tokens": shape.num_tokens,
-        "num_experts": shape.num_experts,
-        "hidden_size": shape.hidden_size,
-        "x_stride": _row_stride(x),
-        "weight_stride": _row_stride(high),
-        "low_stride": 0 if low is None else _row_stride(low),
-        "out_stride": _row_stride(out),
-    }
-    if presplit:
-        values |= {"weight": "w_high", "weight_low": "w_low"}
-    else:
-        values |= {"weight_low": 0, "scale": 1.0}
-    return Plan(ROUTER_STREAM, config, values)
+    return Plan(ROUTER_STREAM, config, _launch_values(x, weights, out, shape))
 
 
 def stream_rule(shape: Shape) -> RouterStreamConfig:
@@ -162,8 +210,11 @@ def _row_stride(x: torch.Tensor) -> int:
     return x.stride(0) if x.shape[0] > 1 else x.shape[1]
 
 
+def _address(x: torch.Tensor) -> int:
+    return 0 if x.device.type == "meta" else x.data_ptr()
+
+
 def _in_fours(x: torch.Tensor) -> bool:
     """Whether four neighbours, from every fourth element of every row on, lie on a boundary of their size."""
     size = 4 * x.element_size()
-    address = 0 if x.device.type == "meta" else x.data_ptr()
-    return address % size == 0 and _row_stride(x) % 4 == 0
+    return _address(x) % size == 0 and _row_stride(x) % 4 == 0

@@ -55,4 +55,14 @@ __device__ __forceinline__ void store4_async(uint32_t mapped, float4 x, uint32_t
       : "memory");
 }
 
+// Copies shared memory of this block, a multiple of 16 bytes, to `mapped`; `mapped_barrier` in the same block counts them.
+__device__ __forceinline__ void copy_async(uint32_t mapped, uint32_t source, uint32_t bytes,
+                                           uint32_t mapped_barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          mapped),
+      "r"(source), "r"(bytes), "r"(mapped_barrier)
+      : "memory");
+}
+
 }  // namespace hpcjit::cluster

@@ -27,6 +27,11 @@ __device__ __forceinline__ void async_4(uint32_t target, const void* source, boo
                : "memory");
 }
 
+// Before an asynchronous copy reads what this thread wrote to shared memory; a barrier must follow.
+__device__ __forceinline__ void fence_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // Closes a group of this thread's copies, and waits until at most kPending younger groups are under way.
 __device__ __forceinline__ void commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -20,12 +20,13 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives at the barrier at the same offset in block `rank` of the cluster.
+// Arrives at the barrier at the same offset in block `rank` of the cluster. It orders no memory beyond this block: enough
+// to hand back a buffer whose reads have completed, and a release for the cluster costs a fence.
 __device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
       "r"(rank)
       : "memory");
 }
@@ -48,25 +49,21 @@ __device__ __forceinline__ bool done(uint32_t barrier, uint32_t parity) {
   return yes != 0;
 }
 
-// For arrivals from other blocks of the cluster.
-__device__ __forceinline__ bool done_in_cluster(uint32_t barrier, uint32_t parity) {
-  uint32_t yes;
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;\n}"
-      : "=r"(yes)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return yes != 0;
-}
-
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
   while (!done(barrier, parity)) {
   }
 }
+// For a phase that other blocks of the cluster complete with data, which is then seen.
 __device__ __forceinline__ void wait_in_cluster(uint32_t barrier, uint32_t parity) {
-  while (!done_in_cluster(barrier, parity)) {
+  uint32_t yes = 0;
+  while (!yes) {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(yes)
+        : "r"(barrier), "r"(parity)
+        : "memory");
   }
 }
 

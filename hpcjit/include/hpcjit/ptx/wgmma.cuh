@@ -42,7 +42,7 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t shared_address) {
   return uint64_t((shared_address & 0x3ffff) >> 4) | uint64_t(1) << 16 | kAtom << 32 | kSwizzle << 62;
 }
 
-// d = a * b, or d += a * b where `add`. kColumns: 8, 16, 32, 64, 96, 128, 192 or 256.
+// d = a * b, or d += a * b where `add`. kColumns: 8, 16, 32, 64, 96, 128, 160, 192 or 256.
 template <class T, int kColumns>
 struct Product;
 
@@ -58,9 +58,11 @@ struct Product;
 #define HPCJIT_LIST_64 \
   HPCJIT_LIST_48       \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define HPCJIT_LIST_96                                                               \
-  HPCJIT_LIST_64                                                                     \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+#define HPCJIT_LIST_80 \
+  HPCJIT_LIST_64       \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define HPCJIT_LIST_96 \
+  HPCJIT_LIST_80       \
   ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define HPCJIT_LIST_128                                                                          \
   HPCJIT_LIST_96                                                                                 \
@@ -72,6 +74,7 @@ struct Product;
 #define HPCJIT_SUMS_32(i) HPCJIT_SUMS_16(i), HPCJIT_SUMS_16(i + 16)
 #define HPCJIT_SUMS_48(i) HPCJIT_SUMS_32(i), HPCJIT_SUMS_16(i + 32)
 #define HPCJIT_SUMS_64(i) HPCJIT_SUMS_32(i), HPCJIT_SUMS_32(i + 32)
+#define HPCJIT_SUMS_80(i) HPCJIT_SUMS_64(i), HPCJIT_SUMS_16(i + 64)
 #define HPCJIT_SUMS_96(i) HPCJIT_SUMS_64(i), HPCJIT_SUMS_32(i + 64)
 #define HPCJIT_SUMS_128(i) HPCJIT_SUMS_64(i), HPCJIT_SUMS_64(i + 64)
 #define HPCJIT_PRODUCT(Type, type, columns, sums, a0, a1, a2, a3, b, add_)                                \
@@ -98,6 +101,7 @@ HPCJIT_PRODUCTS(32, 16, 16, 17, 18, 19, 20, 21)
 HPCJIT_PRODUCTS(64, 32, 32, 33, 34, 35, 36, 37)
 HPCJIT_PRODUCTS(96, 48, 48, 49, 50, 51, 52, 53)
 HPCJIT_PRODUCTS(128, 64, 64, 65, 66, 67, 68, 69)
+HPCJIT_PRODUCTS(160, 80, 80, 81, 82, 83, 84, 85)
 HPCJIT_PRODUCTS(192, 96, 96, 97, 98, 99, 100, 101)
 HPCJIT_PRODUCTS(256, 128, 128, 129, 130, 131, 132, 133)
 
