@@ -14,7 +14,8 @@
 // Shared memory: ring, 1024-byte aligned: kStages x (x [kTokens][kStageK], w [kStageK / 32][64 kGroups][32] fp32), rows
 // swizzled by TMA; inbox [kSplits][kTokens / kSplits][64 kGroups + 4] fp32; barriers. After the loop the ring holds the
 // sums y [kSlots][kTokens][64 kGroups + 4]. The first slot adds up all slots; each block copies its sums to the inboxes of
-// the blocks that own the tokens, once all blocks of the cluster have started. All sums are in a fixed order.
+// the blocks that own the tokens, once all blocks of the cluster have started. All sums are in a fixed order. What becomes
+// of a result is up to a Sink.
 #pragma once
 #include "gemm/router_tile_join.cuh"
 #include "gemm/router_tile_shape.cuh"
@@ -57,13 +58,17 @@ __device__ void copy_tiles(const RouterTileWork<Config>& work, RouterTileRing ri
 }
 
 // The warpgroup that copies. It may not run what the others run after they have taken its registers.
-template <class Config>
-__device__ __forceinline__ void copy_role(const RouterTileWork<Config>& work, const RouterTileRing& ring,
-                                          const CUtensorMap& x_map, const CUtensorMap& weight_map,
-                                          const CUtensorMap& low_map) {
+template <class Config, class Sink>
+__device__ __forceinline__ void copy_role(const typename Sink::Params& p, const RouterTileWork<Config>& work,
+                                          const RouterTileRing& ring, const CUtensorMap& x_map,
+                                          const CUtensorMap& weight_map, const CUtensorMap& low_map) {
   using Shape = RouterTileShape<Config>;
   if constexpr (Shape::kRaises) release_registers<Shape::kCopying>();
-  if (threadIdx.x == Shape::kComputing) copy_tiles<Config>(work, ring, x_map, weight_map, low_map);
+  if (threadIdx.x == Shape::kComputing) {
+    const auto begun = Sink::begin(p, work);
+    copy_tiles<Config>(work, ring, x_map, weight_map, low_map);
+    Sink::end(p, work, begun);
+  }
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < 2 + (Config::kSlots > 1); ++i) __syncthreads();
@@ -75,9 +80,10 @@ __device__ __forceinline__ void copy_role(const RouterTileWork<Config>& work, co
 }
 
 // The warpgroups that compute: `y` lies at the start of the ring.
-template <class Config>
-__device__ __forceinline__ void compute_role(const RouterTileParams& p, const RouterTileWork<Config>& work,
-                                             const RouterTileRing& ring, float* y) {
+template <class Config, class Sink>
+__device__ __forceinline__ void compute_role(const typename Sink::Params& p,
+                                             const RouterTileWork<Config>& work, const RouterTileRing& ring,
+                                             float* y) {
   using Shape = RouterTileShape<Config>;
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int group = threadIdx.x / 128 % Config::kGroups, slot = threadIdx.x / 128 / Config::kGroups;
@@ -104,16 +110,16 @@ __device__ __forceinline__ void compute_role(const RouterTileParams& p, const Ro
     mbarrier::wait_in_cluster(ring.inbox<Config>(), 0);
   }
   if constexpr (Shape::kCluster > 1) cluster::arrive_relaxed();
-  write_tile<Config>(p, work, parts);
+  write_tile<Config, Sink>(p, work, parts);
   // Nobody ends while another reads its sums or frees its stages.
   if constexpr (Shape::kCluster > 1) cluster::wait();
+  Sink::gate(p, work, y);
 }
 
-template <class Config>
-__global__ void __launch_bounds__(RouterTileShape<Config>::kThreads, Config::kBlocksPerSm)
-    router_tile_kernel(const __grid_constant__ RouterTileParams p, const __grid_constant__ CUtensorMap x_map,
-                       const __grid_constant__ CUtensorMap weight_map,
-                       const __grid_constant__ CUtensorMap low_map) {
+// The whole work of a block.
+template <class Config, class Sink>
+__device__ __forceinline__ void router_tile(const typename Sink::Params& p, const CUtensorMap& x_map,
+                                            const CUtensorMap& weight_map, const CUtensorMap& low_map) {
   using Shape = RouterTileShape<Config>;
   extern __shared__ uint8_t raw[];
   uint8_t* smem = raw + (1024 - copy::shared_address(raw) % 1024) % 1024;
@@ -137,13 +143,54 @@ __global__ void __launch_bounds__(RouterTileShape<Config>::kThreads, Config::kBl
   }
   __syncthreads();
   if constexpr (Shape::kCluster > 1) cluster::arrive_relaxed();  // fence_init has made the barriers known
-  if constexpr (Config::kShare > 1) cluster::wait();  // before a copy reaches another block
+  if constexpr (Config::kShare > 1) cluster::wait();             // before a copy reaches another block
   pdl::wait();
 
   if (threadIdx.x >= Shape::kComputing)
-    copy_role<Config>(work, ring, x_map, weight_map, low_map);
+    copy_role<Config, Sink>(p, work, ring, x_map, weight_map, low_map);
   else
-    compute_role<Config>(p, work, ring, reinterpret_cast<float*>(smem));
+    compute_role<Config, Sink>(p, work, ring, reinterpret_cast<float*>(smem));
+}
+
+template <class Config>
+__global__ void __launch_bounds__(RouterTileShape<Config>::kThreads, Config::kBlocksPerSm)
+    router_tile_kernel(const __grid_constant__ RouterTileParams p, const __grid_constant__ CUtensorMap x_map,
+                       const __grid_constant__ CUtensorMap weight_map,
+                       const __grid_constant__ CUtensorMap low_map) {
+  router_tile<Config, TileOut<Config>>(p, x_map, weight_map, low_map);
+}
+
+struct RouterTileMaps {
+  CUtensorMap x, weight, low;
+};
+
+template <class Config>
+cudaError_t encode_router_maps(const RouterTileParams& p, RouterTileMaps& maps) {
+  constexpr auto kXType = __is_same(typename Config::x_t, bf16) ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                                : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  constexpr int kRows = RouterTileShape<Config>::kExperts / Config::kShare;
+  cudaError_t status = encode_tensor_map<kXType, 2>(
+      maps.x, {p.x, p.num_tokens, p.hidden_size, p.x_stride * 2}, Config::kTokens, Config::kStageK);
+  if (status != cudaSuccess) return status;
+  if constexpr (Config::kPresplit) {
+    const Matrix high = {p.weight, p.num_experts, p.hidden_size, p.weight_stride * 2};
+    const Matrix low = {p.weight_low, p.num_experts, p.hidden_size, p.low_stride * 2};
+    status = encode_tensor_map<kXType, 2>(maps.weight, high, kRows, 64);
+    if (status == cudaSuccess) status = encode_tensor_map<kXType, 2>(maps.low, low, kRows, 64);
+  } else {
+    const Matrix weight = {p.weight, p.num_experts, p.hidden_size, p.weight_stride * 4};
+    status = encode_tensor_map<CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4>(maps.weight, weight, kRows, 32);
+    maps.low = maps.weight;
+  }
+  return status;
+}
+
+template <class Config>
+LaunchShape router_tile_launch(const RouterTileParams& p, int smem_bytes) {
+  using Shape = RouterTileShape<Config>;
+  const int64_t token_tiles = ceil_div(p.num_tokens, Config::kTokens * Config::kShare);
+  const int64_t blocks = token_tiles * ceil_div(p.num_experts, Shape::kExperts) * Shape::kCluster;
+  return {blocks, Shape::kThreads, smem_bytes, Config::kPdl, Shape::kCluster};
 }
 
 template <class Config>
@@ -160,29 +207,11 @@ struct RouterTile {
   }
 
   static cudaError_t launch(const Params& p, cudaStream_t stream) {
-    constexpr auto kXType = __is_same(typename Config::x_t, bf16) ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                                  : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    constexpr int kRows = Shape::kExperts / Config::kShare;
-    CUtensorMap x_map, weight_map, low_map;
-    cudaError_t status = encode_tensor_map<kXType, 2>(
-        x_map, {p.x, p.num_tokens, p.hidden_size, p.x_stride * 2}, Config::kTokens, Config::kStageK);
+    RouterTileMaps maps;
+    const cudaError_t status = encode_router_maps<Config>(p, maps);
     if (status != cudaSuccess) return status;
-    if constexpr (Config::kPresplit) {
-      const Matrix high = {p.weight, p.num_experts, p.hidden_size, p.weight_stride * 2};
-      const Matrix low = {p.weight_low, p.num_experts, p.hidden_size, p.low_stride * 2};
-      status = encode_tensor_map<kXType, 2>(weight_map, high, kRows, 64);
-      if (status == cudaSuccess) status = encode_tensor_map<kXType, 2>(low_map, low, kRows, 64);
-    } else {
-      const Matrix weight = {p.weight, p.num_experts, p.hidden_size, p.weight_stride * 4};
-      status = encode_tensor_map<CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4>(weight_map, weight, kRows, 32);
-      low_map = weight_map;
-    }
-    if (status != cudaSuccess) return status;
-    const int64_t token_tiles = ceil_div(p.num_tokens, Config::kTokens * Config::kShare);
-    const int64_t blocks = token_tiles * ceil_div(p.num_experts, Shape::kExperts) * Shape::kCluster;
-    return hpcjit::launch(router_tile_kernel<Config>,
-                          {blocks, Shape::kThreads, Shape::kSmem, Config::kPdl, Shape::kCluster}, stream, p,
-                          x_map, weight_map, low_map);
+    return hpcjit::launch(router_tile_kernel<Config>, router_tile_launch<Config>(p, Shape::kSmem), stream, p,
+                          maps.x, maps.weight, maps.low);
   }
 };
 

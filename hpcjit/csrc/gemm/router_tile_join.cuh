@@ -58,10 +58,27 @@ __device__ __forceinline__ void write_quad(const RouterTileParams& p, int64_t to
   }
 }
 
-// Adds up the parts of all splits and writes this block's tokens. Whole warps call it. Says whether a result was NaN;
+// The Sink of a product alone: results go to `out`. begin() and end() are called by the thread that copies, before and
+// after it has done so, gate() by the warps that compute, at the end. A Sink that says kOnce gets each result once;
+// otherwise put() may be called again with a better one.
+template <class Config>
+struct TileOut {
+  using Params = RouterTileParams;
+  static constexpr bool kOnce = false;
+
+  __device__ __forceinline__ static int begin(const Params&, const RouterTileWork<Config>&) { return 0; }
+  __device__ __forceinline__ static void end(const Params&, const RouterTileWork<Config>&, int) {}
+  __device__ __forceinline__ static void put(const Params& p, int64_t token, int64_t expert,
+                                             const float (&value)[4]) {
+    write_quad<Config>(p, token, expert, value);
+  }
+  __device__ __forceinline__ static void gate(const Params&, const RouterTileWork<Config>&, float*) {}
+};
+
+// Adds up the parts of all splits and hands over this block's tokens. Whole warps call it. Says whether a result was NaN;
 // kRepair: looks closer at those.
-template <class Config, bool kRepair>
-__device__ __forceinline__ bool write_sums(const RouterTileParams& p, const RouterTileWork<Config>& work,
+template <class Config, class Sink, bool kRepair>
+__device__ __forceinline__ bool write_sums(const typename Sink::Params& p, const RouterTileWork<Config>& work,
                                            const float* parts) {
   using Shape = RouterTileShape<Config>;
   constexpr int kTokens = Config::kTokens / Config::kSplits;
@@ -77,6 +94,11 @@ __device__ __forceinline__ bool write_sums(const RouterTileParams& p, const Rout
     const bool live =
         first + int(threadIdx.x % 32) < kQuads && token < p.num_tokens && expert < p.num_experts;
     float value[4] = {sum.x, sum.y, sum.z, sum.w};
+    bool now = live;
+    if constexpr (Sink::kOnce) {
+      const bool any = (sum.x != sum.x) | (sum.y != sum.y) | (sum.z != sum.z) | (sum.w != sum.w);
+      now &= any == kRepair;
+    }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       if constexpr (kRepair)
@@ -84,24 +106,24 @@ __device__ __forceinline__ bool write_sums(const RouterTileParams& p, const Rout
       else
         broken |= value[j] != value[j];
     }
-    if (live) write_quad<Config>(p, token, expert, value);
+    if (now) Sink::put(p, token, expert, value);
   }
   return broken;
 }
 
 // Out of line, so that it costs no registers where all is well.
-template <class Config>
-__device__ __noinline__ void write_repaired(const RouterTileParams& p, const RouterTileWork<Config>& work,
-                                            const float* parts) {
-  write_sums<Config, true>(p, work, parts);
+template <class Config, class Sink>
+__device__ __noinline__ void write_repaired(const typename Sink::Params& p,
+                                            const RouterTileWork<Config>& work, const float* parts) {
+  write_sums<Config, Sink, true>(p, work, parts);
 }
 
-template <class Config>
-__device__ __forceinline__ void write_tile(const RouterTileParams& p, const RouterTileWork<Config>& work,
+template <class Config, class Sink>
+__device__ __forceinline__ void write_tile(const typename Sink::Params& p, const RouterTileWork<Config>& work,
                                            const float* parts) {
-  const bool broken = write_sums<Config, false>(p, work, parts);
+  const bool broken = write_sums<Config, Sink, false>(p, work, parts);
   if constexpr (!Config::kPresplit)
-    if (__any_sync(0xffffffffu, broken)) write_repaired<Config>(p, work, parts);
+    if (__any_sync(0xffffffffu, broken)) write_repaired<Config, Sink>(p, work, parts);
 }
 
 }  // namespace hpcjit::gemm
