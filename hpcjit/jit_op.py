@@ -8,7 +8,7 @@ checked, when a signature is first seen; a repeated one costs a look-up and the 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -55,6 +55,7 @@ class JitOp(BaseFusedOp):
     kinds: ClassVar[tuple[str, ...]]  # of each argument: "tensor", "float", "int", "bool", ...
     mutated: ClassVar[tuple[str, ...]]  # the arguments that receive the result
     tensor_core_sums: ClassVar[tuple[str, ...]] = ()  # float32 outputs that show such sums unrounded; see numerics.py
+    tuned_table: ClassVar[str] = ""  # of measured configurations (tune.py), for operators that have one
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -91,6 +92,14 @@ class JitOp(BaseFusedOp):
 
     def plan(self, *args: Any) -> Plan | str:
         """The plan for arguments that passed `check`, or NOTHING. Meta tensors do: prewarming makes plans without memory."""
+        raise NotImplementedError
+
+    def tuned_shape(self, *args: Any) -> tuple[str, int]:
+        """Under which shape and size `tuned_table` has this call."""
+        raise NotImplementedError
+
+    def alternatives(self, *args: Any) -> Iterable[tuple[Mapping[str, Any], Plan]]:
+        """What `hpcjit tune` tries for this call: values for the table, and the plan that they lead to."""
         raise NotImplementedError
 
     def reference(self, *args: Any) -> None:

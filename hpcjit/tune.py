@@ -9,11 +9,15 @@ Each shape has measured sizes in ascending order (numbers of tokens, as a rule) 
 measured at a size holds up to the next. A shape or a device without an entry gets nothing, and the operator's own rule
 decides. A device counts as measured under its name, or as one with equally many multiprocessors: what is fastest depends
 on little else within an architecture.
+
+`hpcjit tune` measures on the device that is there and keeps what it finds in a table of the same form under `tuned/` in the
+kernel cache. Its sizes come before those of the package.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from bisect import bisect_right
 from collections.abc import Mapping
 from functools import cache
@@ -21,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from hpcjit import folders
 
 FOLDER = Path(__file__).parent / "tuned"
 HOPPER_SMS = 132  # of a device that is not there: prewarming plans for an H100 or H200
@@ -32,17 +38,52 @@ Entries = list[tuple[int, dict[str, Any]]]
 
 @cache
 def table(name: str) -> dict[str, Any]:
-    """The table as it stands in its file; empty if there is none.
+    """The package's table with the user's own entries in it; empty if there is neither.
+
+    Raises:
+        ValueError: the package's file is not a table. A user's file that is none is passed over with a warning.
+    """
+    found = read(FOLDER / f"{name}.json")
+    own = own_path(name)
+    try:
+        return merged(found, read(own)) if own else found
+    except (OSError, ValueError) as error:
+        warnings.warn(f"measured configurations are not used: {error}", folders.CacheWarning, stacklevel=2)
+        return found
+
+
+def own_path(name: str) -> Path | None:
+    """Where the user's own entries are kept; None without a cache folder that can be trusted."""
+    root = folders.usable_root()
+    return root / "tuned" / f"{name}.json" if root else None
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The table in a file; empty if there is none.
 
     Raises:
         ValueError: the file is not a table.
     """
-    path = FOLDER / f"{name}.json"
     if not path.exists():
         return {}
-    found = json.loads(path.read_text())
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not a table of measured configurations: {error}") from None
     check(found, str(path))
     return found  # type: ignore[no-any-return]
+
+
+def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Both tables in one; where both have a size of a shape, the values of `new`."""
+    devices = dict(old)
+    for device, found in new.items():
+        shapes = dict(devices.get(device, found)["shapes"])
+        for shape, entries in found["shapes"].items():
+            both = dict(shapes.get(shape, [])) | dict(entries)
+            shapes[shape] = [[size, both[size]] for size in sorted(both)]
+        devices[device] = {"sm_count": found["sm_count"], "shapes": shapes}
+    return devices
 
 
 def check(found: Any, source: str) -> None:

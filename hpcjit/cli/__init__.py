@@ -22,6 +22,7 @@ COMMANDS = {
     "cache": "list, check, clean, export and import compiled kernels",
     "bench": "time operators against other backends and the hardware's ceiling",
     "trace": "show and summarise recorded calls",
+    "tune": "measure the configurations of an operator on this device and keep the fastest",
 }
 
 

@@ -163,8 +163,10 @@ class TestTable:
                         assert runs(RouterStreamConfig(**found), measured=True), (shape, values)
                     else:
                         hidden = int(shape.split("K=")[1].split()[0])
-                        tile = RouterTileConfig(**{name: values[name] for name in _router_tile.TUNED})
-                        assert _router_tile.complete(tile, hidden, shape.endswith("accurate")), (shape, values)
+                        mode = shape.split()[-1]
+                        found = {name: values[name] for name in _router_tile.TUNED}
+                        tile = RouterTileConfig(terms=_router_plan.TERMS[mode], **found)
+                        assert _router_tile.complete(tile, hidden, mode == "accurate"), (shape, values)
 
 
 # Every way through the template, whichever plan would take it: (changes to the default, reason)

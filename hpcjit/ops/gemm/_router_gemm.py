@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from hpcjit import checks
+from hpcjit import checks, tune
 from hpcjit.errors import ArgumentError
 from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
@@ -23,6 +23,7 @@ class RouterGemmOp(JitOp):
     # Not "mode": torch's own wrappers of operators have an argument of that name.
     schema = "(Tensor x, Tensor weight, str accuracy, Tensor(a!) out) -> ()"
     tensor_core_sums = ("out",)
+    tuned_table = _router_plan.TABLE
 
     def check(self, x: torch.Tensor, weight: torch.Tensor, accuracy: str, out: torch.Tensor) -> None:
         check_product(self.op, x, {"weight": weight}, torch.float32, out)
@@ -30,6 +31,15 @@ class RouterGemmOp(JitOp):
 
     def plan(self, x: torch.Tensor, weight: torch.Tensor, accuracy: str, out: torch.Tensor) -> Plan | str:
         return _router_plan.plan(x, weight, accuracy, out) if out.numel() else NOTHING
+
+    def tuned_shape(self, x: torch.Tensor, weight: torch.Tensor, accuracy: str, out: torch.Tensor) -> tuple[str, int]:
+        shape = _router_plan.shape_of(x, weight.shape[0])
+        return _router_plan.shape_name(shape, accuracy), shape.num_tokens
+
+    def alternatives(
+        self, x: torch.Tensor, weight: torch.Tensor, accuracy: str, out: torch.Tensor
+    ) -> Iterator[tuple[tune.Values, Plan]]:
+        return _router_plan.alternatives(x, weight, accuracy, out)
 
     def reference(self, x: torch.Tensor, weight: torch.Tensor, accuracy: str, out: torch.Tensor) -> None:
         """What the mode promises: the product in float32, or the weights in two bfloat16 parts, also in float32."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,6 +206,48 @@ def stream_rule(shape: Shape) -> RouterStreamConfig:
         depth=depth,
         blocks_per_sm=min(together, 3),
     )
+
+
+# --- what to measure -------------------------------------------------------------------------------------------------
+
+MOST_STREAMED = 128  # tokens
+TILES_TRIED = 12  # by the cost model the cheapest
+
+
+def alternatives(
+    x: torch.Tensor, weight: torch.Tensor, mode: str, out: torch.Tensor
+) -> Iterator[tuple[tune.Values, Plan]]:
+    """Configurations that may be the fastest for a call, as values of a table and as plans."""
+    shape = shape_of(x, weight.shape[0])
+    if shape.num_tokens <= MOST_STREAMED:
+        for values in _streams(shape):
+            yield values, stream_plan(x, (weight,), mode, out, shape, values)
+    base = RouterTileConfig(terms=terms_of(x, mode), separate_low=x.dtype == torch.float16)
+    sizes = dataclasses.astuple(shape)
+    found = _router_tile.candidates(base, shape.hidden_size, mode == "accurate")
+    for tile in sorted(found, key=lambda config: _router_tile.cost(config, *sizes))[:TILES_TRIED]:
+        tuned = {"kernel": "tile"} | {name: getattr(tile, name) for name in _router_tile.TUNED}
+        plan = tile_plan(x, (weight,), mode, out, shape, tuned)
+        if plan is not None:
+            yield tuned, plan
+
+
+def _streams(shape: Shape) -> Iterator[dict[str, Any]]:
+    """Around the rule: all splits of K, in few steps of many warps or the other way round."""
+    ruled = stream_rule(shape)
+    steps = -(-shape.hidden_size // STEP_K)
+    for splits, depth in itertools.product((4, 8, 16), (1, 2, 3, 4)):
+        warps = -(-steps // (splits * depth))
+        held = 16 * ruled.row_tiles * depth + 4 * ruled.token_tiles * (depth + ruled.row_tiles)  # registers
+        if 2 <= warps <= 16 and held <= 160 and 32 * warps * (held + 32) <= _router_tile.REGISTERS:
+            yield {
+                "kernel": "stream",
+                "row_tiles": ruled.row_tiles,
+                "token_tiles": ruled.token_tiles,
+                "warps": warps,
+                "splits": splits,
+                "depth": depth,
+            }
 
 
 def _row_stride(x: torch.Tensor) -> int:
