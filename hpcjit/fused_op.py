@@ -31,8 +31,8 @@ from hpcjit.spec import (
     why_unsatisfied,
 )
 
-# TORCH_COMPILE is left out: it would compile in the middle of serving without anyone having asked for it. So is CUBLAS_TF32,
-# whose results are worse than what the operators promise.
+# TORCH_COMPILE is left out: it would compile in the middle of serving without anyone having asked for it. So are CUBLAS_TF32,
+# whose results are worse than what the operators promise, and JIT_STEPS, which is there to be compared with.
 DEFAULT_PRIORITY: tuple[KernelBackend, ...] = (
     KernelBackend.JIT,
     KernelBackend.AOT,
@@ -161,6 +161,9 @@ class BaseFusedOp(ABC):
         return self._compiled(*args, **kwargs)
 
     def forward_jit(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def forward_jit_steps(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
     def forward_triton(self, *args: Any, **kwargs: Any) -> Any:

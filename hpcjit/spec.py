@@ -51,6 +51,7 @@ class KernelBackend(str, Enum):
     """Where an implementation comes from."""
 
     JIT = "jit"  # hpcjit's own templates
+    JIT_STEPS = "jit_steps"  # several of hpcjit's operators in a row, which a fused one replaces
     TORCH = "torch"  # the reference in plain torch
     TORCH_COMPILE = "torch_compile"  # the reference through torch.compile
     TRITON = "triton"

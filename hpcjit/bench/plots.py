@@ -17,6 +17,7 @@ from hpcjit.spec import KernelBackend
 # Colours that people with colour-blindness tell apart (Okabe and Ito); ours first and heavier.
 STYLES: dict[str, tuple[str, str]] = {
     KernelBackend.JIT.value: ("#0072B2", "o"),
+    KernelBackend.JIT_STEPS.value: ("#E69F00", "s"),
     KernelBackend.FLASHINFER.value: ("#E69F00", "s"),
     KernelBackend.FLASHINFER_XQA.value: ("#D55E00", "h"),
     KernelBackend.AOT.value: ("#009E73", "^"),
@@ -29,6 +30,7 @@ STYLES: dict[str, tuple[str, str]] = {
 }
 LABELS = {
     KernelBackend.JIT.value: "hpcjit",
+    KernelBackend.JIT_STEPS.value: "hpcjit, steps",
     KernelBackend.AOT.value: "sglang",
     KernelBackend.TORCH.value: "torch eager",
 }

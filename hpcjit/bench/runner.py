@@ -32,6 +32,7 @@ L2_MODES = ("cold", "hot", "both")
 # Rows are measured backend by backend in this order, so that a time limit cuts off what matters least.
 ORDER = (
     KernelBackend.JIT,
+    KernelBackend.JIT_STEPS,
     KernelBackend.AOT,
     KernelBackend.FLASHINFER,
     KernelBackend.FLASHINFER_XQA,
