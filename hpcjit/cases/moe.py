@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from hpcjit.cases import Args, Case, Make, Maker
+from hpcjit.cases.gemm import SHAPES as ROUTERS
+from hpcjit.cases.gemm import TOKENS as ROUTED
 from hpcjit.ops.moe._moe_align_block_size import sorted_size
 
 _DEMO = frozenset({"demo", "bench"})
@@ -68,6 +70,32 @@ def _gate(op: str, name: str, tokens: int, experts: int, make: Make, demo: bool)
     return Case(op, name, make, 4 * tokens * experts + 8 * tokens * 8, tags=_DEMO if demo else _BENCH)
 
 
+def _router_topk(tokens: int, experts: int, hidden: int, mode: str) -> Make:
+    """Logits are sums of integers below 2^24, exact however they are added: ids do not depend on rounding."""
+
+    def make(m: Maker) -> Args:
+        x = m.integers(-3, 4, tokens, hidden, dtype=torch.float32).mul(0.5).to(torch.bfloat16)
+        weight = m.integers(-127, 128, experts, hidden, dtype=torch.float32).mul(2.0**-12)
+        options: Args = (8, "softmax", 1, 1, True, 1.0, 0, mode, None, None, None)
+        if experts == 256:  # DeepSeek-V3
+            bias = m.normal(experts, dtype=torch.float32, std=0.1)
+            options = (8, "sigmoid", 8, 4, True, 2.5, 0, mode, bias, None, None)
+            if not x.is_meta:
+                logits = x.float() @ weight.t()
+                kept = (separated(logits.clone(), bias, "sigmoid", 8) == logits).all(-1)
+                x.copy_(x[torch.where(kept, torch.arange(tokens, device=x.device), kept.int().argmax())])
+        return x, weight, *options, *_outputs(m, tokens, 8)
+
+    return make
+
+
+def _router_case(tokens: int, experts: int, hidden: int, mode: str, tags: frozenset[str] = _BENCH) -> Case:
+    name = f"N={experts} K={hidden} M={tokens}{' fast' * (mode == 'fast')}"
+    moved = 4 * experts * hidden + 2 * tokens * hidden + 8 * tokens * 8
+    flops = 2 * (2 if mode == "fast" else 3) * tokens * experts * hidden
+    return Case("moe.router_topk", name, _router_topk(tokens, experts, hidden, mode), moved, flops, tags)
+
+
 def _align(tokens: int, experts: int, block_size: int) -> Make:
     """Ids of distinct experts per token."""
 
@@ -119,6 +147,13 @@ CASES = [
     *(
         _gate("moe.grouped_topk", f"{tokens}x256x8 4/8", tokens, 256, _grouped_topk(tokens, 256), tokens == 32)
         for tokens in _TOKENS
+    ),
+    _router_case(5, 128, 512, "accurate", _DEMO - _BENCH),
+    *(
+        _router_case(tokens, experts, hidden, mode)
+        for experts, hidden in ROUTERS
+        for tokens in ROUTED
+        for mode in ("accurate", "fast")
     ),
     *(
         Case(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import decode_grid
 import gemm_grid
 import moe_grid
+import router_topk_grid
 import torch
 
 from hpcjit.cases import Args, Maker
@@ -283,8 +284,9 @@ def _cache_entries() -> Iterator[Entry]:
 
 
 def _moe_entries() -> Iterator[Entry]:
-    for call in moe_grid.calls(placed):
-        yield Entry(*call)
+    for calls in (moe_grid.calls, router_topk_grid.calls):
+        for call in calls(placed):
+            yield Entry(*call)
 
 
 def _qk_entries() -> Iterator[Entry]:

@@ -34,6 +34,7 @@ OPS = [
     "moe.topk_softmax",
     "moe.topk_sigmoid",
     "moe.grouped_topk",
+    "moe.router_topk",
     "moe.moe_align_block_size",
     "moe.moe_sum_reduce",
     "attention.decode",
@@ -80,6 +81,9 @@ def as_public(op: str, args: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]
         names = {"accuracy": "mode", "scale": "scale", "out": "out"}
         options = {names[key]: value for key, value in named.items() if key in names}
         return [value for key, value in named.items() if key not in names], options
+    if name == "router_topk":
+        named["mode"] = named.pop("accuracy")
+        return list(args[:3]), dict(list(named.items())[3:])
     if name == "decode":
         return list(args[:5]), _options_of_decode(named)
     # In the others the outputs and options have the names of the schema, but for `scale`.

@@ -7,10 +7,14 @@ from hpcjit.spec import CapabilityRequirement, KernelBackend
 
 _JIT = {KernelBackend.JIT: frozenset({CapabilityRequirement.cuda(min_sm=(8, 0))})}
 
+# Clusters and their barriers are Hopper's.
+_HOPPER = frozenset({CapabilityRequirement.cuda(min_sm=(9, 0))})
+
 _BACKENDS = {
     "topk_softmax": _JIT | SGLANG | TRITON,
     "topk_sigmoid": _JIT | SGLANG | TRITON,
     "grouped_topk": _JIT | FLASHINFER,
+    "router_topk": {KernelBackend.JIT: _HOPPER, KernelBackend.JIT_STEPS: _HOPPER},
     "moe_align_block_size": _JIT | SGLANG,
     "moe_sum_reduce": _JIT | SGLANG | TRITON,
 }
