@@ -105,9 +105,8 @@ struct TileGate {
 
   __device__ __forceinline__ static void gate(const Params& p, const Work& work, float* memory) {
     using Shape = TopkTileShape<Config>;
-    // Sums are read no more. In a cluster its barrier has said so.
-    if constexpr (Shape::Product::kCluster == 1)
-      asm volatile("bar.sync 1, %0;" ::"n"(Shape::Product::kComputing) : "memory");
+    // No warp reads sums any more; that no other block does was waited for.
+    asm volatile("bar.sync 1, %0;" ::"n"(Shape::Product::kComputing) : "memory");
     const int warp = threadIdx.x / 32;
     auto* lists = reinterpret_cast<CandidateList*>(memory);
     float* staged = reinterpret_cast<float*>(lists + Shape::kWarps) + warp * Shape::kStaged;
