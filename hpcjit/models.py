@@ -120,6 +120,11 @@ def _router(m: Make, num_experts: int, hidden_size: int) -> Any:
     return ops.gemm.router_gemm(m.rows(hidden_size), m.weight(num_experts, hidden_size, dtype=torch.float32))
 
 
+def _router_topk(m: Make, num_experts: int, top_k: int, hidden_size: int) -> Any:
+    """By softmax, renormalised."""
+    return ops.moe.router_topk(m.rows(hidden_size), m.weight(num_experts, hidden_size, dtype=torch.float32), top_k)
+
+
 def _bf16x2(m: Make, num_experts: int, hidden_size: int) -> Any:
     x = torch.empty(m.tokens, hidden_size, dtype=torch.bfloat16, device="meta")
     parts = [m.weight(num_experts, hidden_size, dtype=torch.bfloat16) for _ in range(2)]
@@ -177,6 +182,7 @@ USAGES: dict[str, Usage] = {
     "moe.topk_softmax": Usage(("num_experts", "top_k"), _topk_softmax),
     "moe.topk_sigmoid": Usage(("num_experts", "top_k"), _topk_sigmoid),
     "moe.grouped_topk": Usage(("num_experts", "top_k", "num_groups", "topk_groups"), _grouped_topk),
+    "moe.router_topk": Usage(("num_experts", "top_k", "hidden_size"), _router_topk),
     "moe.moe_align_block_size": Usage(("num_experts", "top_k"), _align),
     "moe.moe_sum_reduce": Usage(("top_k", "hidden_size"), _sum_reduce),
 }
@@ -364,7 +370,7 @@ def calls_of_model(
     for op, usage in USAGES.items():
         if op in known and _uses(model, op, usage):
             for sizes in _sizes(model, usage, shards):
-                if op == "gemm.router_gemm" and dtype == torch.float32:
+                if op in ("gemm.router_gemm", "moe.router_topk") and dtype == torch.float32:
                     continue
                 if op != "attention.decode" or _attends(sizes, dtype):
                     calls += calls_of(op, sizes, tokens, dtype)
@@ -384,6 +390,8 @@ def _uses(model: Model, op: str, usage: Usage) -> bool:
         return False
     if name == "gemm_bf16x2":  # what router_gemm does too, from weights that no checkpoint holds
         return False
+    if name == "router_topk":
+        return model.gate == "topk_softmax"
     if name in ("topk_softmax", "topk_sigmoid", "grouped_topk"):
         return name == model.gate
     if group == "activation":
