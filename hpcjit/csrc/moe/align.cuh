@@ -1,6 +1,6 @@
 // Sorts (token, expert) pairs by expert and pads each expert's run to whole blocks of a grouped matrix product.
 //
-//   pair i belongs to expert e = ids[i], or expert_map[ids[i]] (kHasMap); to none unless 0 <= e < num_experts
+//   pair i belongs to expert e = ids[i] - first_id, or expert_map[that] (kHasMap); to none unless 0 <= e < num_experts
 //   sorted[start[e] ...] = the pairs of e in increasing order, then `numel` up to the next multiple of block_size
 //   start[e + 1] = start[e] + the padded count of e;  expert_ids[b] = the expert of sorted[b * block_size]
 //   past start[num_experts] = *num_padded: numel in sorted, -1 in expert_ids
@@ -35,6 +35,7 @@ struct AlignParams {
   int64_t sorted_size;
   int64_t expert_ids_size;
   int64_t blocks;
+  int64_t first_id;
 };
 
 template <class Config>
@@ -55,7 +56,7 @@ struct AlignBlock {
   // The expert of a pair, or -1.
   __device__ int expert_of(int i) const {
     const int64_t at = Config::kStrided ? i / int(p.top_k) * p.ids_stride + i % int(p.top_k) : i;
-    int id = p.topk_ids[at];
+    int id = int(uint32_t(p.topk_ids[at]) - uint32_t(p.first_id));
     if (uint32_t(id) >= uint32_t(p.num_ids)) return -1;
     if constexpr (Config::kHasMap) id = p.expert_map[id];
     return uint32_t(id) < uint32_t(p.num_experts) ? id : -1;

@@ -52,6 +52,7 @@ ALIGN = Template(
         "sorted_size",
         "expert_ids_size",
         "blocks",
+        "first_id",
     ),
 )
 
@@ -136,6 +137,7 @@ class MoeAlignBlockSizeOp(JitOp):
             "sorted_size": a.sorted_token_ids.shape[0],
             "expert_ids_size": a.expert_ids.shape[0],
             "blocks": blocks,
+            "first_id": 0,
         }
         if a.expert_map is None:
             values["expert_map"] = 0
