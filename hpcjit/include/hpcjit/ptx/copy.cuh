@@ -22,6 +22,11 @@ __device__ __forceinline__ void async_16(uint32_t target, const void* source, bo
                : "memory");
 }
 
+__device__ __forceinline__ void async_16(uint32_t target, const void* source, bool live) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(live ? 16 : 0)
+               : "memory");
+}
+
 __device__ __forceinline__ void async_4(uint32_t target, const void* source, bool live) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(live ? 4 : 0)
                : "memory");
