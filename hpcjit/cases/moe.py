@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hpcjit.cases import Args, Case, Make, Maker
+from hpcjit.cases import Args, Case, Make, Maker, moe_experts
 from hpcjit.cases.gemm import SHAPES as ROUTERS
 from hpcjit.cases.gemm import TOKENS as ROUTED
 from hpcjit.ops.moe._moe_align_block_size import sorted_size
@@ -177,4 +177,5 @@ CASES = [
         for hidden, weighted in ((4096, False), (7168, True))
         for tokens in _TOKENS
     ),
+    *moe_experts.CASES,
 ]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import decode_grid
+import fused_moe_grid
 import gemm_grid
 import moe_grid
 import router_topk_grid
@@ -287,6 +288,8 @@ def _moe_entries() -> Iterator[Entry]:
     for calls in (moe_grid.calls, router_topk_grid.calls):
         for call in calls(placed):
             yield Entry(*call)
+    for call in fused_moe_grid.calls():
+        yield Entry(*call)
 
 
 def _qk_entries() -> Iterator[Entry]:

@@ -37,6 +37,7 @@ OPS = [
     "moe.router_topk",
     "moe.moe_align_block_size",
     "moe.moe_sum_reduce",
+    "moe.fused_moe",
     "attention.decode",
     "attention.merge_state",
     "gemm.router_gemm",
@@ -100,6 +101,8 @@ _OF_MOE = (
     *("renormalize", "softcap", "scaling_factor", "num_shared_experts", "num_valid_tokens", "weights", "ids"),
     *("num_groups", "topk_groups", "scoring", "expert_map"),
     *("sorted_token_ids", "expert_ids", "num_tokens_post_padded"),
+    *("w13_scale", "w2_scale", "x_scale", "quant", "activation", "shared_output"),
+    *("expert_offset", "apply_weights_on_input"),
 )
 
 

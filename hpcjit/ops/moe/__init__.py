@@ -17,6 +17,7 @@ _BACKENDS = {
     "router_topk": {KernelBackend.JIT: _HOPPER, KernelBackend.JIT_STEPS: _HOPPER},
     "moe_align_block_size": _JIT | SGLANG,
     "moe_sum_reduce": _JIT | SGLANG | TRITON,
+    "fused_moe": {KernelBackend.JIT: _HOPPER},
 }
 
 for _name, _backends in _BACKENDS.items():

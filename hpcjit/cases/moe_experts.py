@@ -1,0 +1,129 @@
+"""Cases of the fused mixture of experts: the experts of Qwen3-235B, Hy3 and DeepSeek-V3 on one of eight GPUs.
+
+"tp8" has all experts with an eighth of the intermediate size, "ep8" an eighth of the experts, to which every pair belongs.
+Routing is uniform. Without another word a case is quantised per tensor, with activations in float8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from hpcjit.cases import Args, Case, Maker
+
+TOP_K = 8
+FP8 = torch.float8_e4m3fn
+_DEMO = frozenset({"demo", "bench"})
+_BENCH = frozenset({"bench"})
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A call. `codes`: activations come in float8. `global_experts`: ids are drawn among so many, from 0."""
+
+    tokens: int
+    experts: int
+    hidden: int
+    inner: int
+    top_k: int = TOP_K
+    quant: str = "fp8_tensor"
+    codes: bool = True
+    activation: str = "silu"
+    shared: bool = False
+    offset: int = 0
+    global_experts: int = 0
+    on_input: bool = False
+
+    def make(self, m: Maker) -> Args:
+        fp8 = self.quant != "bf16"
+        inputs = self._codes(m) if fp8 and self.codes else (m.normal(self.tokens, self.hidden), None)
+        w13 = self._weights(m, self.experts, 2 * self.inner, self.hidden)
+        w2 = self._weights(m, self.experts, self.hidden, self.inner)
+        scales = self._scales(m) if fp8 else (None, None)
+        weights = m.normal(self.tokens, self.top_k, dtype=torch.float32).softmax(-1)
+        shared = m.normal(self.tokens, self.hidden) if self.shared else None
+        options = (self.quant, self.activation, shared, self.offset, self.on_input)
+        out = m.poison(self.tokens, self.hidden)
+        return inputs[0], w13, w2, self.ids(m), weights, *scales, inputs[1], *options, out
+
+    def ids(self, m: Maker) -> torch.Tensor:
+        """Distinct experts of each token."""
+        shape = (self.tokens, self.top_k)
+        if m.device.type == "meta":
+            return torch.empty(shape, dtype=torch.int32, device="meta")
+        scores = m.normal(self.tokens, self.global_experts or self.experts, dtype=torch.float32)
+        return scores.topk(self.top_k).indices.to(torch.int32)
+
+    def _codes(self, m: Maker) -> Args:
+        groups = {"fp8_tensor": (1,), "fp8_channel": (self.tokens, 1)}
+        shape = groups.get(self.quant, (self.tokens, _ceil(self.hidden, 128)))
+        scale = m.normal(*shape, dtype=torch.float32).abs().add(0.5).mul(2.0**-6)
+        return m.normal(self.tokens, self.hidden, dtype=torch.float32, std=64.0).to(FP8), scale
+
+    def _weights(self, m: Maker, *shape: int) -> torch.Tensor:
+        """Small integers, which are drawn in a byte each, times what makes products of the size of one."""
+        values = m.integers(-15, 16, *shape, dtype=torch.int8)
+        return values.to(FP8) if self.quant != "bf16" else values.to(torch.bfloat16).mul_(0.11 / shape[-1] ** 0.5)
+
+    def _scales(self, m: Maker) -> tuple[torch.Tensor, torch.Tensor]:
+        shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+            "fp8_tensor": ((), ()),
+            "fp8_channel": ((2 * self.inner,), (self.hidden,)),
+            "fp8_block": (
+                (2 * _ceil(self.inner, 128), _ceil(self.hidden, 128)),
+                (_ceil(self.hidden, 128), _ceil(self.inner, 128)),
+            ),
+        }
+        found = []
+        for shape, depth in zip(shapes[self.quant], (self.hidden, self.inner), strict=True):
+            scale = m.normal(self.experts, *shape, dtype=torch.float32).abs().add(0.5)
+            found.append(scale.mul(0.11 / depth**0.5))
+        return found[0], found[1]
+
+    def case(self, name: str, tags: frozenset[str] = _BENCH) -> Case:
+        active = self.experts * (1 - (1 - min(1.0, self.top_k / self.experts)) ** self.tokens)
+        size = 2 if self.quant == "bf16" else 1
+        weights = round(active * 3 * self.inner * self.hidden * size)
+        flops = 6 * self.tokens * self.top_k * self.hidden * self.inner
+        moved = weights + self.tokens * self.hidden * ((1 if self.codes else 2) + 2)
+        return Case("moe.fused_moe", name, self.make, moved, flops, tags)
+
+
+TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+MODELS = {
+    "qwen3-235b": Experts(0, 128, 4096, 1536),
+    "hy3": Experts(0, 192, 4096, 1536),
+    "dsv3": Experts(0, 256, 7168, 2048),
+}
+
+
+def share(model: Experts, mode: str) -> Experts:
+    """What one of eight GPUs has."""
+    return replace(model, inner=model.inner // 8) if mode == "tp8" else replace(model, experts=model.experts // 8)
+
+
+def _bench(quant: str, tokens: tuple[int, ...], models: tuple[str, ...] = tuple(MODELS)) -> list[Case]:
+    suffix = "" if quant == "fp8_tensor" else f" {quant}"
+    return [
+        replace(share(MODELS[model], mode), tokens=n, quant=quant, codes=quant != "bf16").case(
+            f"{model} {mode} {n}{suffix}"
+        )
+        for model in models
+        for mode in ("tp8", "ep8")
+        for n in tokens
+    ]
+
+
+CASES = [
+    Experts(5, 8, 256, 192, top_k=2, quant="fp8_block", codes=False, shared=True).case("5x8x256x192 fp8_block", _DEMO),
+    Experts(17, 16, 512, 128, top_k=4, quant="bf16", codes=False).case("17x16x512x128 bf16", _DEMO - _BENCH),
+    *_bench("fp8_tensor", TOKENS),
+    *_bench("fp8_block", (1, 16, 64, 512, 2048)),
+    *_bench("fp8_channel", (64,), ("qwen3-235b",)),
+    *_bench("bf16", (1, 16, 64, 512), ("qwen3-235b",)),
+]

@@ -1,0 +1,125 @@
+"""Calls of `fused_moe` that are easy to get wrong, each with the reason it is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from hpcjit.cases import Args, Maker
+from hpcjit.cases.moe_experts import FP8, Experts
+from hpcjit.ops.moe._fused_moe_args import FusedMoeArgs
+
+BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
+NAN = float("nan")
+
+Change = Callable[[Maker, FusedMoeArgs], dict[str, torch.Tensor | None]]
+
+
+def gaps(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """The same values, with a gap of NaN after each row."""
+    wide = torch.full((x.shape[0], x.shape[1] + columns), NAN, dtype=FP32, device=x.device).to(x.dtype)
+    wide[:, : x.shape[1]] = x
+    return wide[:, : x.shape[1]]
+
+
+def _dead(m: Maker, a: FusedMoeArgs) -> dict[str, torch.Tensor | None]:
+    """The second token and every third pair belong to nobody; that token holds NaN."""
+    if a.x.is_meta:
+        return {}
+    ids, x = a.topk_ids, a.x
+    ids.view(-1)[::3] = -1
+    ids[1] = 2**31 - 1
+    x.view(torch.uint8)[1] = 0x7F if x.dtype == FP8 else 0xFF
+    return {}
+
+
+def _all_to_one(m: Maker, a: FusedMoeArgs) -> dict[str, torch.Tensor | None]:
+    """The first choice of every token is expert 1: the others have few."""
+    if not a.x.is_meta:
+        a.topk_ids.fill_(-1)[:, 0] = 1
+    return {}
+
+
+def _nan_row(m: Maker, a: FusedMoeArgs) -> dict[str, torch.Tensor | None]:
+    """NaN in one token, infinity in another: each spoils itself alone."""
+    a.x[2, 5] = NAN
+    a.x[0, 7] = float("inf")
+    return {}
+
+
+def _views(m: Maker, a: FusedMoeArgs) -> dict[str, torch.Tensor | None]:
+    """Rows with gaps, scales with the tokens of a group next to each other."""
+    wide = m.poison(a.topk_ids.shape[0], a.topk_ids.shape[1] + 3, dtype=INT32)
+    ids = wide[:, : a.topk_ids.shape[1]]
+    ids.copy_(a.topk_ids)
+    scale = None if a.x_scale is None else a.x_scale.t().contiguous().t()
+    weights = gaps(a.topk_weights, 2)
+    rows = {"x": gaps(a.x, 16), "out": gaps(a.out, 8), "topk_ids": ids, "topk_weights": weights, "x_scale": scale}
+    if a.shared_output is not None:
+        rows["shared_output"] = gaps(a.shared_output, 8)
+    return rows
+
+
+def _given_scale(m: Maker, a: FusedMoeArgs) -> dict[str, torch.Tensor | None]:
+    """Some activations are beyond what it can express."""
+    return {"x_scale": m.normal(1, dtype=FP32).fill_(2.0 / 448)}
+
+
+def _same(m: Maker, a: FusedMoeArgs) -> dict[str, torch.Tensor | None]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Mixed:
+    experts: Experts
+    why: str
+    change: Change = field(default=_same)
+
+    def args(self, m: Maker) -> Args:
+        a = FusedMoeArgs(*self.experts.make(m))
+        return tuple(a._replace(**self.change(m, a)))
+
+    @property
+    def label(self) -> str:
+        e = self.experts
+        words = [f"{e.tokens}x{e.experts}x{e.hidden}x{e.inner} of {e.top_k}", e.quant, e.activation]
+        flags = {"codes": e.quant != "bf16" and e.codes, "shared": e.shared, "on input": e.on_input}
+        flags |= {f"from {e.offset}": e.offset > 0, self.change.__name__.strip("_"): self.change is not _same}
+        return " ".join(words + [name for name, on in flags.items() if on])
+
+
+def _bf16(*sizes: int, **options) -> Experts:
+    return Experts(*sizes, quant="bf16", codes=False, **options)
+
+
+GRID = [
+    Mixed(_bf16(1, 4, 128, 64, 2), "one token"),
+    Mixed(_bf16(9, 3, 200, 72, 2, on_input=True), "sizes that fill no box, weights on the input"),
+    Mixed(_bf16(6, 4, 256, 128, 2, shared=True), "NaN and infinity spread no further", _nan_row),
+    Mixed(_bf16(140, 2, 128, 64, 2), "tiles of 128 rows, the last one with few"),
+    Mixed(_bf16(0, 8, 256, 128, 2), "no tokens"),
+    Mixed(Experts(3, 4, 144, 48, 1, on_input=True), "the least sizes of FP8, one expert per token"),
+    Mixed(Experts(33, 8, 256, 192, 2), "one expert takes all, in three tiles", _all_to_one),
+    Mixed(Experts(7, 16, 256, 64, 6), "ids of nobody, a dead token of NaN", _dead),
+    Mixed(Experts(5, 4, 256, 128, 2, codes=False), "a scale that is given; some values saturate", _given_scale),
+    Mixed(Experts(6, 8, 256, 128, 4, codes=False, shared=True), "a scale for each token", _nan_row),
+    Mixed(Experts(2, 512, 128, 64, 8, global_experts=512), "most experts, nearly all without tokens"),
+    Mixed(Experts(5, 64, 128, 64, 32), "most experts of a token"),
+    Mixed(Experts(9, 4, 272, 80, 3, "fp8_channel", False, "gelu"), "last boxes are partial; gelu"),
+    Mixed(Experts(40, 4, 384, 192, 2, "fp8_channel", offset=8, global_experts=16), "experts 8 to 11 of 16 are here"),
+    Mixed(Experts(7, 4, 384, 192, 2, "fp8_block", shared=True), "I = 192, views, scales of groups first", _views),
+    Mixed(Experts(7, 4, 208, 320, 2, "fp8_block", False), "last groups of 128 are short in both sizes"),
+    Mixed(Experts(5, 8, 256, 192, 4, "fp8_block", False), "ids of nobody, a dead token of NaN", _dead),
+    Mixed(Experts(45, 6, 256, 192, 2, "fp8_block"), "tiles of 32 rows"),
+    Mixed(Experts(100, 4, 256, 256, 1, "fp8_block", False), "tiles of 64 rows"),
+    Mixed(Experts(190, 3, 256, 192, 2, "fp8_block"), "tiles of 128 rows: two warpgroups"),
+    Mixed(Experts(700, 16, 1536, 64, 8, shared=True), "pairs are sorted by several blocks, rows kept in bfloat16"),
+]
+
+
+def calls() -> Iterator[tuple[str, str, Callable[[Maker], Args], str]]:
+    """Operator, label, maker of the arguments, reason."""
+    for mixed in GRID:
+        yield "moe.fused_moe", mixed.label, mixed.args, mixed.why
