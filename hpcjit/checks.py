@@ -85,10 +85,19 @@ def rows(op: str, name: str, value: torch.Tensor, *, written: bool = False) -> t
 
 def apart(op: str, name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
     """Refuse two arguments that begin at the same memory where both are written."""
-    if torch.compiler.is_compiling() or value.device.type == "meta" or not value.numel():
-        return  # there are no addresses to compare
-    if value.data_ptr() == other.data_ptr():
+    if same_start(value, other):
         raise ArgumentError(op, name, f"other memory than '{other_name}': both are written", describe(value))
+
+
+def same_start(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both have memory that begins at one address. Tensors that torch traces or transforms have none."""
+    if torch.compiler.is_compiling() or not one.numel() or not other.numel():
+        return False
+    try:
+        address = one.data_ptr()
+        return address != 0 and address == other.data_ptr()
+    except RuntimeError:
+        return False
 
 
 def no_grad(op: str, **tensors: torch.Tensor | None) -> None:
@@ -102,14 +111,18 @@ def no_grad(op: str, **tensors: torch.Tensor | None) -> None:
             )
 
 
-def number(op: str, name: str, value: Any, *, low: float = -math.inf, high: float = math.inf) -> float:
-    """A finite real number in [low, high]; an integer must fit into 64 bits, as torch's scalars do."""
+FLOAT_MAX = 3.4028234663852886e38  # what kernels compute with is float32
+
+
+def number(op: str, name: str, value: Any, *, low: float = -FLOAT_MAX, high: float = FLOAT_MAX) -> float:
+    """A real number in [low, high], which float32 can hold; an integer must fit into 64 bits, as torch's scalars do."""
     if isinstance(value, bool) or not isinstance(value, _NUMBERS):
         raise ArgumentTypeError(op, name, "a number", describe(value))
     if isinstance(value, int) and value.bit_length() > 63:
         raise ArgumentError(op, name, "a float or an integer of 64 bits", f"an integer of {value.bit_length() + 1}")
     if not math.isfinite(value) or not low <= value <= high:
-        raise ArgumentError(op, name, f"a finite number in [{low:g}, {high:g}]", value)
+        bounded = "" if (low, high) == (-FLOAT_MAX, FLOAT_MAX) else f" in [{low:g}, {high:g}]"
+        raise ArgumentError(op, name, f"a finite number of float32{bounded}", value)
     return float(value)
 
 

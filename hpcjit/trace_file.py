@@ -110,7 +110,7 @@ def save(path: str | os.PathLike[str], trace: Trace) -> None:
         "dropped_values": trace.dropped_values,
     }
     lines = [json.dumps(line, allow_nan=False) for line in (header, *map(_to_json, trace))]
-    _write_whole(Path(path), "\n".join([*lines, ""]))
+    write_whole(Path(path), "\n".join([*lines, ""]))
 
 
 def _to_json(record: TraceRecord) -> dict[str, Any]:
@@ -124,7 +124,8 @@ def _to_json(record: TraceRecord) -> dict[str, Any]:
     }
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Put `text` into a file, all of it or nothing."""
     staged = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     try:
         with open(staged, "x", encoding="utf-8") as file:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from hpcjit import folders
+from hpcjit.errors import FormatError, HpcjitError
 
 FOLDER = Path(__file__).parent / "tuned"
 HOPPER_SMS = 132  # of a device that is not there: prewarming plans for an H100 or H200
@@ -41,13 +42,17 @@ def table(name: str) -> dict[str, Any]:
     """The package's table with the user's own entries in it; empty if there is neither.
 
     Raises:
-        ValueError: the package's file is not a table. A user's file that is none is passed over with a warning.
+        FormatError: the package's file is not a table. A user's file that is none, or that others can write, is passed over
+            with a warning.
     """
     found = read(FOLDER / f"{name}.json")
     own = own_path(name)
     try:
-        return merged(found, read(own)) if own else found
-    except (OSError, ValueError) as error:
+        if own is None or not own.exists():
+            return found
+        folders.check_trust(own)
+        return merged(found, read(own))
+    except (OSError, HpcjitError) as error:
         warnings.warn(f"measured configurations are not used: {error}", folders.CacheWarning, stacklevel=2)
         return found
 
@@ -62,14 +67,14 @@ def read(path: Path) -> dict[str, Any]:
     """The table in a file; empty if there is none.
 
     Raises:
-        ValueError: the file is not a table.
+        FormatError: the file is not a table.
     """
     if not path.exists():
         return {}
     try:
         found = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not a table of measured configurations: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is not a table of measured configurations: {error}") from None
     check(found, str(path))
     return found  # type: ignore[no-any-return]
 
@@ -87,17 +92,21 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(found: Any, source: str) -> None:
-    """Raise ValueError unless `found` has the form of a table."""
+    """Raise FormatError unless `found` has the form of a table. What values mean only their operator knows."""
     try:
         for device in found.values():
-            if not isinstance(device["sm_count"], int):
-                raise TypeError("sm_count is no integer")
+            if not _is_count(device["sm_count"]):
+                raise TypeError("sm_count is no number of multiprocessors")
             for shape, entries in device["shapes"].items():
-                sizes = [size for size, values in entries if isinstance(values, dict)]
+                sizes = [size for size, values in entries if _is_count(size) and isinstance(values, dict)]
                 if len(sizes) != len(entries) or not sizes or sizes != sorted(set(sizes)):
                     raise TypeError(f"{shape}: sizes must ascend, each with its values")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{source} is not a table of measured configurations: {error!r}") from None
+        raise FormatError(f"{source} is not a table of measured configurations: {error!r}") from None
+
+
+def _is_count(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 0
 
 
 def sm_count(device: torch.device) -> int:
@@ -124,10 +133,14 @@ def _identity(device: torch.device) -> tuple[str, int]:
 
 @cache
 def _entries(name: str, device_name: str, sms: int) -> Mapping[str, Entries]:
+    """The shapes of a device: its own sizes before those of others with as many multiprocessors."""
     devices = table(name)
-    alike = [found for found in devices.values() if found["sm_count"] == sms]
-    best = devices.get(device_name) or (alike[0] if alike else {"shapes": {}})
-    return best["shapes"]  # type: ignore[no-any-return]
+    alike = [found["shapes"] for found in devices.values() if found["sm_count"] == sms]
+    shapes: dict[str, Entries] = {}
+    for found in [*alike, devices.get(device_name, {"shapes": {}})["shapes"]]:
+        for shape, entries in found.items():
+            shapes[shape] = sorted((dict(shapes.get(shape, [])) | dict(entries)).items())
+    return shapes
 
 
 def forget() -> None:

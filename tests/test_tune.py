@@ -55,7 +55,7 @@ class TestDevices:
         return tune.lookup("t", torch.device("cuda", 0), "a", 20)
 
     def test_by_name(self, good, monkeypatch):
-        assert self.on(monkeypatch, "NVIDIA H20", 132) == {"x": 9}
+        assert self.on(monkeypatch, "NVIDIA H20", 78) == {"x": 9}
 
     def test_by_multiprocessors(self, good, monkeypatch):
         assert self.on(monkeypatch, "NVIDIA H100", 132) == {"x": 2}
@@ -70,6 +70,10 @@ class TestDevices:
         [],
         {"d": {"shapes": {}}},
         {"d": {"sm_count": "132", "shapes": {}}},
+        {"d": {"sm_count": True, "shapes": {}}},
+        {"d": {"sm_count": 132, "shapes": {"a": [["1", {}]]}}},
+        {"d": {"sm_count": 132, "shapes": {"a": [[None, {}]]}}},
+        {"d": {"sm_count": 132, "shapes": {"a": [[-1, {}]]}}},
         {"d": {"sm_count": 132, "shapes": {"a": []}}},
         {"d": {"sm_count": 132, "shapes": {"a": [[16, {}], [1, {}]]}}},
         {"d": {"sm_count": 132, "shapes": {"a": [[1, {}], [1, {}]]}}},

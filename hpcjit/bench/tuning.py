@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from hpcjit import build, numerics, tune
 from hpcjit.bench import timer
 from hpcjit.cases import Case
 from hpcjit.errors import CompileError, HpcjitError
 from hpcjit.jit_op import JitOp, Plan
+from hpcjit.trace_file import write_whole
 
 SAME = 1.01  # as fast as the best: then what the size before took, so that neighbours share a kernel
 KEPT_WARM = 9  # replays of a first look
@@ -105,32 +108,42 @@ def _order(choice: Choice) -> float:
 
 
 def entries(findings: Sequence[Finding]) -> dict[str, tune.Entries]:
-    """The shapes of a table. A size whose best is no better than what the size before took gets that."""
+    """The shapes of a table. A size whose best is no better than what the size before took gets that; of cases of one
+    shape and size the first one counts."""
     shapes: dict[str, tune.Entries] = {}
     for finding in sorted(findings, key=lambda found: found.size):
-        best = finding.best
-        if best is None or best.us is None:
+        best, own = finding.best, shapes.get(finding.shape, [])
+        if best is None or best.us is None or (own and own[-1][0] == finding.size):
             continue
-        own = shapes.setdefault(finding.shape, [])
         before = own[-1][1] if own else None
         kept = [c for c in finding.choices if c.us is not None and c.us <= SAME * best.us and c.values == before]
         values = dict((kept[0] if kept else best).values)
-        if own and own[-1][0] == finding.size:
-            own.pop()
-        own.append((finding.size, values))
+        shapes.setdefault(finding.shape, []).append((finding.size, values))
     return shapes
 
 
-def write(name: str, path: Path, found: Mapping[str, tune.Entries], device: torch.device) -> None:
+def prepare(path: Path) -> None:
+    """Find out before anything is measured whether `path` can take the result.
+
+    Raises:
+        FormatError: it holds something else.
+        OSError: it cannot be written.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    tune.read(path)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
+
+
+def write(path: Path, found: Mapping[str, tune.Entries], device: torch.device) -> None:
     """Adds `found` to the table in `path`, all of it or nothing."""
     properties = torch.cuda.get_device_properties(device)
     new = {properties.name: {"sm_count": properties.multi_processor_count, "shapes": dict(found)}}
-    table = tune.merged(tune.read(path), new)
-    tune.check(table, name)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    staged = path.with_suffix(f".{os.getpid()}")
-    staged.write_text("".join(_lines(table)), encoding="utf-8")
-    staged.replace(path)
+    target = path.resolve()
+    with FileLock(target.with_name(f".{target.name}.lock"), mode=0o600):
+        write_whole(target, "".join(_lines(tune.merged(tune.read(target), new))))
     tune.forget()
 
 

@@ -49,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     device = _device(options.device)
     path = options.out or _own(op)
+    tuning.prepare(path)
     stop = time.monotonic() + options.time_limit
     tuning.compile_all(findings, toolchain.arch_of_device(options.device))
     with _show.progress_bar() as progress:
@@ -57,9 +58,11 @@ def run(options: argparse.Namespace) -> int:
             progress.update(task, description=case.name)
             tuning.measure(op, case, finding, device, stop)
             progress.update(task, advance=1)
-    tuning.write(op.tuned_table, path, tuning.entries(findings), device)
     _show_all(findings, options.json)
-    _show.say(f"hpcjit tune: kept in {path}")
+    found = tuning.entries(findings)
+    if found:
+        tuning.write(path, found, device)
+        _show.say(f"hpcjit tune: kept in {path}")
     return 0 if all(finding.best for finding in findings) else 1
 
 
@@ -83,12 +86,17 @@ def _cases(op: JitOp, options: argparse.Namespace) -> list[Case]:
     if not options.time_limit > 0:
         raise ArgumentError("tune", "--time-limit", "a positive number of seconds", options.time_limit)
     if options.trace:
-        return cases_of_trace(options.trace, [op.op])
+        if options.case:
+            raise ArgumentError("tune", "--case", "not given with --from, whose calls are all measured", options.case)
+        cases = cases_of_trace(options.trace, [op.op])
+        if not cases:
+            raise ArgumentError("tune", "--from", f"a trace with calls of {op.op}", str(options.trace))
+        return cases
     if not options.case:
         return runner.choose_cases([op.op], [])
     known = cases_of(op.op)
     for pattern in options.case:
-        if not any(pattern in case.name for case in known):
+        if not pattern or not any(pattern in case.name for case in known):
             raise ArgumentError("tune", "--case", "a case's name or a part of names", pattern)
     exact = [case for case in known if case.name in options.case]
     return exact or [case for case in known if any(pattern in case.name for pattern in options.case)]
@@ -118,7 +126,8 @@ def _show_all(findings: list[tuning.Finding], as_json: bool) -> None:
     for finding in findings:
         best = finding.best
         errors = [choice.error for choice in finding.choices if choice.error]
-        what = _text(best.values) if best else errors[0] if errors else ""
+        nothing = "" if finding.choices else "no alternatives for this shape"
+        what = _text(best.values) if best else errors[0] if errors else nothing
         us = "" if best is None or best.us is None else f"{best.us:.2f}"
         shown.add_row(finding.case, us, what, str(len(finding.choices)))
     _show.console().print(shown)

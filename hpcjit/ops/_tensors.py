@@ -25,10 +25,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def overwrites_none(op: str, name: str, value: torch.Tensor, inputs: Mapping[str, torch.Tensor | None]) -> None:
     """Refuse a tensor to be written that begins at the same memory as one that is read meanwhile."""
-    if torch.compiler.is_compiling() or value.device.type == "meta" or not value.numel():
-        return  # there are no addresses to compare
     for other_name, other in inputs.items():
-        if other is not None and other.numel() and value.data_ptr() == other.data_ptr():
+        if other is not None and checks.same_start(value, other):
             expected = f"other memory than '{other_name}', which is read meanwhile"
             raise ArgumentError(op, name, expected, checks.describe(value))
 

@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 from gemm_grid import BF16, FP16, FP32
+from op_tools import same_bits
+from torch._subclasses import FakeTensorMode
 
 from hpcjit.cases import Maker
 from hpcjit.ops.gemm import router_gemm
@@ -124,3 +126,42 @@ def test_all_at_once(x, weight, mode):
     x[0, 0], x[1, 1], x[2, 2] = math.inf, math.nan, 0.5
     x[:2, 2], x[3:, 2] = 0.75, 0.25  # times 3.4e38: float32 must hold every product
     compare(x, weight, mode)
+
+
+class TestPrecisionOfTorch:
+    """The references are float32 products whatever the process has set, and leave the setting as it was."""
+
+    @pytest.fixture(autouse=True)
+    def restored(self):
+        yield
+        torch.set_float32_matmul_precision("highest")
+
+    @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+    def test_by_the_old_setting(self, x, weight, mode, precision):
+        before = router_gemm(x, weight, mode=mode, backend="torch")
+        torch.set_float32_matmul_precision(precision)
+        assert same_bits(before, router_gemm(x, weight, mode=mode, backend="torch"))
+        assert torch.get_float32_matmul_precision() == precision
+
+    @pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="a torch without it")
+    def test_by_the_new_setting(self, x, weight, mode):
+        before = router_gemm(x, weight, mode=mode, backend="torch")
+        old = torch.backends.cuda.matmul.fp32_precision
+        try:
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+            assert same_bits(before, router_gemm(x, weight, mode=mode, backend="torch"))
+            assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        finally:
+            torch.backends.cuda.matmul.fp32_precision = old
+
+    def test_autocast(self, x, weight, mode):
+        before = router_gemm(x, weight, mode=mode, out_dtype=BF16, backend="torch")
+        with torch.autocast(x.device.type, dtype=BF16):
+            assert same_bits(before, router_gemm(x, weight, mode=mode, out_dtype=BF16, backend="torch"))
+
+
+def test_tensors_without_memory(mode, dtype):
+    """Fake ones have no address, so none that is that of another."""
+    with FakeTensorMode():
+        x, weight = torch.empty(5, 64, dtype=dtype), torch.empty(8, 64)
+        assert router_gemm(x, weight, mode=mode).shape == (5, 8)

@@ -40,7 +40,7 @@ class GemmBf16x2Op(JitOp):
         self, x: torch.Tensor, w_high: torch.Tensor, w_low: torch.Tensor, scale: float, out: torch.Tensor
     ) -> None:
         x, w_high, w_low = (value.to(accumulation_dtype(value.dtype)) for value in (x, w_high, w_low))
-        with tf32(False):
+        with tf32(False, x.device):
             out.copy_((x @ w_high.t()).add_(x @ w_low.t(), alpha=scale))
 
 
@@ -53,11 +53,12 @@ def prepare_router_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
         w_high = bf16(weight)        w_low = bf16((weight - w_high) * 256)
 
-    Both are rounded to nearest; `w_high + w_low / 256` is off by at most 2^-17 of the weight. A weight that changes must be
-    split anew; `router_gemm` splits at each call instead, and is as fast.
+    Both are rounded to nearest; `w_high + w_low / 256` is off by at most 2^-17 of the weight, or 2^-142 where that is more. A
+    weight that changes must be split anew; `router_gemm` splits at each call instead, and is as fast.
 
     Args:
-        weight: float32, any shape. From about 3.39e38 on the high part is infinite, and the low one NaN.
+        weight: float32, any shape. From about 3.396e38 on the high part is infinite, and the low one NaN or
+            infinite too: such weights give NaN.
 
     Returns:
         `(w_high, w_low)`, bfloat16.
@@ -66,6 +67,7 @@ def prepare_router_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
         ArgumentError: another dtype.
     """
     checks.tensor("gemm.prepare_router_weight", "weight", weight, dtypes=(torch.float32,), dense_last=False)
+    weight = weight.detach()
     high = weight.bfloat16()
     return high, ((weight - high.float()) * LOW_SCALE).bfloat16()
 
@@ -95,8 +97,8 @@ def gemm_bf16x2(
         `out`. Sums are float32, in a fixed order: bits repeat, and a row's do not depend on what other rows hold.
 
     Raises:
-        ArgumentError: a wrong rank, dtype, shape, stride or device, a scale that is no finite number, `out` in the memory of
-            an input, or a tensor that requires grad.
+        ArgumentError: a wrong rank, dtype, shape, stride or device, a scale that is no finite number, an `out` that begins
+            where an input does, or a tensor that requires grad. Other overlaps are not looked for.
 
     Safe under CUDA graphs once the signature has run or been prewarmed. The form is that of HPC-Ops' `gemm_bf16xfp32`.
     """

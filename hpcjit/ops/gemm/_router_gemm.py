@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -34,7 +35,7 @@ class RouterGemmOp(JitOp):
 
     def tuned_shape(self, x: torch.Tensor, weight: torch.Tensor, accuracy: str, out: torch.Tensor) -> tuple[str, int]:
         shape = _router_plan.shape_of(x, weight.shape[0])
-        return _router_plan.shape_name(shape, accuracy), shape.num_tokens
+        return _router_plan.shape_name(shape, accuracy, x.dtype), shape.num_tokens
 
     def alternatives(
         self, x: torch.Tensor, weight: torch.Tensor, accuracy: str, out: torch.Tensor
@@ -47,14 +48,15 @@ class RouterGemmOp(JitOp):
             matmul(x, weight, out)
             return
         high = weight.bfloat16().float()
-        with tf32(False):
+        with tf32(False, x.device):
             product = x.float() @ high.t()
             out.copy_(product.add_(x.float() @ (weight - high).bfloat16().float().t()))
 
     def forward_native(self, x: torch.Tensor, weight: torch.Tensor, accuracy: str, out: torch.Tensor) -> None:
         """Float32 in either mode: what plain torch does, which is cuBLAS on a GPU."""
         self.check(x, weight, accuracy, out)
-        matmul(x, weight, out)
+        with torch.autocast(x.device.type, enabled=False):
+            matmul(x, weight, out)
 
     def forward_cublas_tf32(self, x: torch.Tensor, weight: torch.Tensor, accuracy: str, out: torch.Tensor) -> None:
         """The product that torch makes when it may round float32 to 11 bits. It meets neither mode's promise."""
@@ -100,25 +102,34 @@ def check_factors(op: str, x: torch.Tensor, weights: dict[str, torch.Tensor], dt
 def matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, fast: bool = False) -> None:
     """`out = x @ weight.T` in float32, or float64 if that is what the weights have; `fast` allows TF32."""
     dtype = accumulation_dtype(weight.dtype)
-    with tf32(fast):
+    with tf32(fast, x.device):
         if out.dtype == dtype and x.shape[0]:
             torch.mm(x.to(dtype), weight.t(), out=out)
         else:
             out.copy_(x.to(dtype) @ weight.t())
 
 
+_PRECISION = threading.Lock()  # of float32 products, which is one setting for the whole process
+
+
 @contextlib.contextmanager
-def tf32(allowed: bool) -> Iterator[None]:
-    """Sets whether cuBLAS may use TF32 for float32 products, within the block."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    if before == allowed:
+def tf32(allowed: bool, device: torch.device) -> Iterator[None]:
+    """Sets, within the block, whether products of float32 on the device may be less than that."""
+    owner = torch.backends.cuda.matmul if device.type == "cuda" else getattr(torch.backends.mkldnn, "matmul", None)
+    name: str = "fp32_precision"
+    wanted: str | bool = "tf32" if allowed else "ieee"
+    if not hasattr(owner, name):  # a torch before 2.9, which has a switch for GPUs alone
+        name, wanted = "allow_tf32", allowed
+    if not hasattr(owner, name):
         yield
         return
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+    with _PRECISION:
+        before = getattr(owner, name)
+        setattr(owner, name, wanted)
+        try:
+            yield
+        finally:
+            setattr(owner, name, before)
 
 
 router_gemm_op = RouterGemmOp()
@@ -156,8 +167,8 @@ def router_gemm(
         A hidden_size of whole fours with rows on 16-byte boundaries (8-byte for x) is fast; any other works.
 
     Raises:
-        ArgumentError: a wrong rank, dtype, shape, stride, device or mode, `out` in the memory of an input, or a tensor that
-            requires grad.
+        ArgumentError: a wrong rank, dtype, shape, stride, device or mode, an `out` that begins where an input does, or a tensor
+            that requires grad. Other overlaps are not looked for.
 
     Safe under CUDA graphs once the signature has run or been prewarmed. Method: fp32 as a sum of bfloat16 terms, Henry, Tang
     and Heinecke, 2019; summation outside of the tensor core, Ootomo and Yokota, 2022.

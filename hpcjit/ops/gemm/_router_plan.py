@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+import warnings
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hpcjit import tune
+from hpcjit import folders, tune
 from hpcjit.build import Config, Template
 from hpcjit.jit_op import Plan
 from hpcjit.ops._rows import TYPE_NAMES
@@ -72,14 +73,58 @@ def shape_of(x: torch.Tensor, num_experts: int) -> Shape:
     return Shape(x.shape[0], num_experts, x.shape[1], tune.sm_count(x.device))
 
 
-def shape_name(shape: Shape, mode: str) -> str:
-    """How a table calls a shape."""
-    return f"N={shape.num_experts} K={shape.hidden_size} {mode}"
+def shape_name(shape: Shape, mode: str, dtype: torch.dtype) -> str:
+    """How a table calls a shape; of the activations only another dtype than bfloat16 is named."""
+    other = "" if dtype == torch.bfloat16 else f" {TYPE_NAMES[dtype]}"
+    return f"N={shape.num_experts} K={shape.hidden_size} {mode}{other}"
+
+
+def tuned_values(x: torch.Tensor, mode: str, shape: Shape) -> tune.Values | None:
+    """What a table says of the call, if this kernel can be what it says."""
+    values = tune.lookup(TABLE, x.device, shape_name(shape, mode, x.dtype), shape.num_tokens)
+    if values is None or _makes_sense(values):
+        return values
+    name = shape_name(shape, mode, x.dtype)
+    warnings.warn(f"measured configuration of {name} is not used: {dict(values)}", folders.CacheWarning, stacklevel=2)
+    return None
+
+
+_KNOWN: Mapping[str, Mapping[str, Container[Any]]] = {
+    "tile": {
+        "tokens": (16, 32, 64, 96, 128, 160, 192, 256),
+        "groups": (1, 2, 3),
+        "slots": (1, 2, 3),
+        "splits": tuple(_router_tile.CLUSTERS),
+        "share": (1, 2),
+        "blocks_per_sm": (1, 2),
+    },
+    "stream": {
+        "row_tiles": (1, 2, 4),
+        "token_tiles": (1, 2, 4, 8),
+        "warps": range(1, 33),
+        "splits": (1, 2, 4, 8, 16),
+        "depth": range(1, 9),
+    },
+}
+_OPTIONAL: Mapping[str, Container[Any]] = {"blocks_per_sm": (1, 2, 3, 4), "prefetch": (False, True)}
+
+
+def _makes_sense(values: tune.Values) -> bool:
+    kind = values.get("kernel")
+    known = _KNOWN.get(str(kind))
+    if known is None or (kind == "tile" and not known.keys() <= values.keys()):  # a stream keeps its rule's others
+        return False
+    allowed = {**_OPTIONAL, **known}
+    return all(
+        name in allowed and type(value) is (bool if name == "prefetch" else int) and value in allowed[name]
+        for name, value in values.items()
+        if name != "kernel"
+    )
 
 
 def plan(x: torch.Tensor, weight: torch.Tensor, mode: str, out: torch.Tensor) -> Plan:
     shape = shape_of(x, weight.shape[0])
-    tuned = tune.lookup(TABLE, x.device, shape_name(shape, mode), shape.num_tokens)
+    tuned = tuned_values(x, mode, shape)
     return tile_plan(x, (weight,), mode, out, shape, tuned) or stream_plan(x, (weight,), mode, out, shape, tuned)
 
 
@@ -218,6 +263,8 @@ def alternatives(
     x: torch.Tensor, weight: torch.Tensor, mode: str, out: torch.Tensor
 ) -> Iterator[tuple[tune.Values, Plan]]:
     """Configurations that may be the fastest for a call, as values of a table and as plans."""
+    if not out.numel():
+        return
     shape = shape_of(x, weight.shape[0])
     if shape.num_tokens <= MOST_STREAMED:
         for values in _streams(shape):
