@@ -208,7 +208,7 @@ class TestRefused:
         logits = m.normal(4, 16, dtype=torch.float32)
         weights, ids = m.poison(4, 2, dtype=torch.float32), m.poison(4, 2, dtype=torch.int32)
         outputs = {"weights": weights, "ids": ids}
-        for cap in (-1.0, NAN, INF):
+        for cap in (1e-300, 1e39, -1.0, NAN, INF):
             with rejects(OP, "softcap", weights, ids):
                 topk_softmax(logits[:, :8], 2, softcap=cap, **outputs)
         with rejects(OP, "bias", weights, ids, match="of shape [16]"):

@@ -20,6 +20,7 @@ MAX_EXPERTS = 1024
 MAX_TOP_K = 32  # one lane of a warp keeps one winner
 MAX_GROUPS = 32  # at least one lane for each
 MAX_SHARED = 32
+SMALLEST_CAP = 2.0**-126  # float32 divides by it
 SCORINGS = ("sigmoid", "softmax")
 
 
@@ -122,6 +123,8 @@ class GateOp(JitOp):
         checks.integer(self.op, "top_k", a.top_k, low=1, high=min(MAX_TOP_K, a.logits.shape[1]))
         checks.choice(self.op, "renormalize", a.renormalize, (False, True))
         checks.number(self.op, "softcap", a.softcap, low=0.0)
+        if 0 < a.softcap < SMALLEST_CAP:
+            raise ArgumentError(self.op, "softcap", f"0 or at least {SMALLEST_CAP:.3g}", a.softcap)
         checks.number(self.op, "scaling_factor", a.scaling_factor)
         checks.integer(self.op, "num_shared_experts", a.num_shared_experts, low=0, high=MAX_SHARED)
 

@@ -83,8 +83,8 @@ def grouped_topk(
 
     Returns:
         `(weights, ids)`. Equal scores go to the lowest id, of experts as of groups. NaN logits weigh 0, NaN scores are chosen
-        last and do not count in their group's score (-inf if that would be inf - inf); the ids of a token are always different
-        and in range. Bits repeat.
+        last and count as -inf in their group's score (which is -inf too where it would be inf - inf); the ids of a token are
+        always different and in range. Bits repeat.
 
     Raises:
         ArgumentError: a wrong dtype, shape, stride or device, an option out of range, num_groups that does not divide the

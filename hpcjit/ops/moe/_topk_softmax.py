@@ -56,8 +56,8 @@ def topk_softmax(
     Args:
         logits: `[num_tokens, num_experts]`, bfloat16, float16 or float32, 1 to 1024 experts, experts contiguous.
         top_k: 1 to 32, and at most num_experts.
-        renormalize: make the weights of a token add up to 1, before they are scaled.
-        softcap: at least 0; 0 is none.
+        renormalize: make the weights of a token add up to 1, before they are scaled; a sum of 0 leaves them 0.
+        softcap: 0, which is none, or 2^-126 and more.
         scaling_factor: of the weights.
         num_shared_experts: 0 to 32; so many more columns with the ids num_experts, num_experts + 1, ... and weight 1,
             whatever the scaling_factor.
@@ -69,8 +69,8 @@ def topk_softmax(
         backend: run this backend or fail.
 
     Returns:
-        `(weights, ids)`. Equal scores go to the lowest id. NaN logits weigh 0 and are chosen last; the ids of a token are
-        always different and in range. If no logit is above -inf all weights are 0. Bits repeat.
+        `(weights, ids)`. Equal scores go to the lowest id. NaN logits weigh 0; they, and experts with a NaN bias, are chosen
+        last; the ids of a token are always different and in range. If no logit is above -inf all weights are 0. Bits repeat.
 
     Raises:
         ArgumentError: a wrong dtype, shape, stride or device, top_k or softcap out of range, a tensor that requires grad.
