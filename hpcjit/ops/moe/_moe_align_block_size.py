@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from hpcjit.errors import ArgumentError
 from hpcjit.fused_op import define
 from hpcjit.jit_op import JitOp, Plan
 from hpcjit.ops import _peers
-from hpcjit.ops._tensors import require
+from hpcjit.ops._tensors import overwrites_none, require
 from hpcjit.spec import KernelBackend
 
 MAX_EXPERTS = 1024
@@ -77,6 +78,16 @@ def sorted_size(numel: int, num_experts: int, block_size: int) -> int:
     return (numel + min(numel, num_experts) * (block_size - 1)) // block_size * block_size
 
 
+def checked_size(topk_ids: torch.Tensor, num_experts: int, block_size: int) -> int:
+    """`sorted_size`, or an ArgumentError where that is too much."""
+    size = sorted_size(topk_ids.numel(), num_experts, block_size)
+    if size > MAX_SORTED:
+        expected = f"few enough for {MAX_SORTED} entries of sorted_token_ids"
+        got = f"{size} for {checks.describe(topk_ids)}"
+        raise ArgumentError(MoeAlignBlockSizeOp.op, "topk_ids", expected, got)
+    return size
+
+
 class MoeAlignBlockSizeOp(JitOp):
     op = "moe.moe_align_block_size"
     schema = (
@@ -97,21 +108,22 @@ class MoeAlignBlockSizeOp(JitOp):
             checks.tensor(self.op, "expert_map", a.expert_map, dtypes=int32, min_ndim=1, like=a.topk_ids)
             if a.expert_map.ndim != 1:
                 raise ArgumentError(self.op, "expert_map", "of rank 1", checks.describe(a.expert_map))
-        size = sorted_size(a.topk_ids.numel(), a.num_experts, a.block_size)
-        if size > MAX_SORTED:
-            expected = f"few enough for {MAX_SORTED} entries of sorted_token_ids"
-            raise ArgumentError(self.op, "topk_ids", expected, f"{size} for {checks.describe(a.topk_ids)}")
+        size = checked_size(a.topk_ids, a.num_experts, a.block_size)
         self._check_result("sorted_token_ids", a.sorted_token_ids, size, a)
         self._check_result("expert_ids", a.expert_ids, size // a.block_size, a)
         name, post = "num_tokens_post_padded", a.num_tokens_post_padded
         checks.tensor(self.op, name, post, dtypes=int32, shape=(1,), like=a.topk_ids)
-        checks.apart(self.op, "expert_ids", a.expert_ids, "sorted_token_ids", a.sorted_token_ids)
+        results = {"sorted_token_ids": a.sorted_token_ids, "expert_ids": a.expert_ids, name: post}
+        for (one, first), (other, second) in itertools.combinations(results.items(), 2):
+            checks.apart(self.op, other, second, one, first)
+        for one, first in results.items():
+            overwrites_none(self.op, one, first, {"topk_ids": a.topk_ids, "expert_map": a.expert_map})
 
     def _check_result(self, name: str, value: torch.Tensor, size: int, a: AlignArgs) -> None:
         checks.tensor(self.op, name, value, dtypes=(torch.int32,), min_ndim=1, like=a.topk_ids)
         if value.ndim != 1 or not size <= value.shape[0] <= MAX_SORTED:
-            raise ArgumentError(self.op, name, f"of rank 1 and length {size} or more", checks.describe(value))
-        checks.apart(self.op, name, value, "topk_ids", a.topk_ids)
+            expected = f"of rank 1 and length {size} to {MAX_SORTED}"
+            raise ArgumentError(self.op, name, expected, checks.describe(value))
 
     def plan(self, *args: Any) -> Plan | str:
         a = AlignArgs(*args)
@@ -213,7 +225,8 @@ def moe_align_block_size(
         expert_map: None, or int32 `[num_global_experts]`: topk_ids are global, and belong to expert `expert_map[id]` of
             those here, or to none if that is not in `[0, num_experts)`.
         sorted_token_ids: int32, 1-D of at least
-            `(numel + min(numel, num_experts) * (block_size - 1)) // block_size * block_size` entries, which is the default.
+            `(numel + min(numel, num_experts) * (block_size - 1)) // block_size * block_size` entries, which is the default,
+            and at most 2^30.
         expert_ids: int32, 1-D, at least one entry per block of that.
         num_tokens_post_padded: int32 `[1]`.
         backend: run this backend or fail.
@@ -233,7 +246,7 @@ def moe_align_block_size(
     if sorted_token_ids is None or expert_ids is None:
         checks.integer(op, "num_experts", num_experts, low=1, high=MAX_EXPERTS)
         checks.integer(op, "block_size", block_size, low=1, high=MAX_BLOCK_SIZE)
-        size = sorted_size(topk_ids.numel(), num_experts, block_size)
+        size = checked_size(topk_ids, num_experts, block_size)
     if sorted_token_ids is None:
         sorted_token_ids = topk_ids.new_empty(size, dtype=torch.int32)
     if expert_ids is None:
