@@ -16,8 +16,8 @@ BLOCK = 128  # features that share a scale in "fp8_block"
 HIDDEN_GROUP = 64  # features of the hidden activation that share one, in every FP8 mode
 MAX_EXPERTS = 512
 MAX_TOP_K = 32
-MAX_PAIRS = 2**26
-MAX_SIZE = 2**20  # of hidden_size and intermediate_size
+MAX_PAIRS = 2**25
+MAX_SIZE = 2**16  # of hidden_size and intermediate_size
 
 _E4M3 = (torch.float8_e4m3fn,)
 _BF16 = (torch.bfloat16,)

@@ -19,7 +19,7 @@ def run(a: FusedMoeArgs) -> None:
     top_k = a.topk_ids.shape[1]
     local = a.topk_ids.long().reshape(-1) - a.expert_offset
     rows = torch.zeros(local.numel(), a.x.shape[1], dtype=dtype, device=a.x.device)
-    with tf32(False):
+    with tf32(False, x.device):
         for expert in local[(local >= 0) & (local < a.num_experts)].unique().tolist():
             pairs = (local == expert).nonzero().squeeze(1)
             gate, up = (x[pairs // top_k] @ gate_up_weights(a, expert, dtype).t()).chunk(2, -1)
