@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hpcjit.cases import Args, Case, Maker
+from hpcjit.ops.moe._fused_moe_plan import max_tiles
 
 TOP_K = 8
 FP8 = torch.float8_e4m3fn
@@ -119,7 +120,27 @@ def _bench(quant: str, tokens: tuple[int, ...], models: tuple[str, ...] = tuple(
     ]
 
 
+def plan_args(
+    m: Maker, tokens: int, experts: int, top_k: int, tile_rows: int, offset: int = 0, spread: int = 0
+) -> Args:
+    """`spread`: ids are drawn among so many, from 0."""
+    ids = Experts(tokens, experts, 0, 0, top_k, global_experts=spread).ids(m)
+    tiles = max_tiles(ids.numel(), experts, tile_rows)
+    shapes = ((ids.numel(),), tuple(ids.shape), (tiles, 4), (1,))
+    outputs = (m.poison(*shape, dtype=torch.int32) for shape in shapes)
+    return ids, experts, tile_rows, offset, *outputs
+
+
+def _plan_case(tokens: int, experts: int, tile_rows: int) -> Case:
+    pairs = tokens * TOP_K
+    moved = 4 * (3 * pairs + 4 * -(-pairs // tile_rows))
+    make = lambda m: plan_args(m, tokens, experts, TOP_K, tile_rows)  # noqa: E731
+    tags = _DEMO if (tokens, experts) == (32, 128) else _BENCH
+    return Case("moe.moe_plan", f"{tokens}x8 of {experts} by {tile_rows}", make, moved, tags=tags)
+
+
 CASES = [
+    *(_plan_case(tokens, experts, 64) for experts in (128, 256) for tokens in (1, 32, 512, 2048, 8192)),
     Experts(5, 8, 256, 192, top_k=2, quant="fp8_block", codes=False, shared=True).case("5x8x256x192 fp8_block", _DEMO),
     Experts(17, 16, 512, 128, top_k=4, quant="bf16", codes=False).case("17x16x512x128 bf16", _DEMO - _BENCH),
     *_bench("fp8_tensor", TOKENS),

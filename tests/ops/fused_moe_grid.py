@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hpcjit.cases import Args, Maker
-from hpcjit.cases.moe_experts import FP8, Experts
+from hpcjit.cases.moe_experts import FP8, Experts, plan_args
 from hpcjit.ops.moe._fused_moe_args import FusedMoeArgs
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
@@ -119,7 +119,30 @@ GRID = [
 ]
 
 
+# (tokens, experts, top_k, rows of a tile, first expert, ids are drawn among, why)
+_PLANS = [
+    (1, 1, 1, 1, 0, 0, "one pair"),
+    (7, 60, 6, 16, 0, 0, "less than a warp in some, most experts empty"),
+    (33, 512, 8, 64, 0, 0, "most experts, one tile each"),
+    (129, 8, 8, 5, 0, 0, "the first size of many threads; tiles of odd size"),
+    (513, 200, 8, 128, 0, 0, "the first size that two blocks sort"),
+    (900, 16, 8, 3, 8, 40, "experts 8 to 23 of 40 are here; more tiles than threads"),
+    (0, 8, 2, 16, 0, 0, "no tokens"),
+]
+
+
+def _plan(m: Maker, call: tuple[int, ...]) -> Args:
+    tokens, experts, top_k, rows, offset, spread = call
+    args = plan_args(m, tokens, experts, top_k, rows, offset, spread)
+    if not args[0].is_meta:
+        args[0][tokens // 2 :: 3] = -1
+    return args
+
+
 def calls() -> Iterator[tuple[str, str, Callable[[Maker], Args], str]]:
     """Operator, label, maker of the arguments, reason."""
     for mixed in GRID:
         yield "moe.fused_moe", mixed.label, mixed.args, mixed.why
+    for *call, why in _PLANS:
+        label = f"{call[0]}x{call[2]} of {call[1]} by {call[3]} from {call[4]}"
+        yield "moe.moe_plan", label, lambda m, call=call: _plan(m, call), why

@@ -38,6 +38,7 @@ OPS = [
     "moe.moe_align_block_size",
     "moe.moe_sum_reduce",
     "moe.fused_moe",
+    "moe.moe_plan",
     "attention.decode",
     "attention.merge_state",
     "gemm.router_gemm",
@@ -102,7 +103,7 @@ _OF_MOE = (
     *("num_groups", "topk_groups", "scoring", "expert_map"),
     *("sorted_token_ids", "expert_ids", "num_tokens_post_padded"),
     *("w13_scale", "w2_scale", "x_scale", "quant", "activation", "shared_output"),
-    *("expert_offset", "apply_weights_on_input"),
+    *("expert_offset", "apply_weights_on_input", "sorted_pairs", "positions", "tiles", "num_tiles"),
 )
 
 

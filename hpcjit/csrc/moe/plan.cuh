@@ -128,4 +128,43 @@ struct PlanLaunch {
   }
 };
 
+struct PlanParams {
+  const int32_t* topk_ids;
+  int32_t* sorted_pairs;
+  int32_t* positions;
+  uint4* tiles;
+  int32_t* num_tiles;
+  void* workspace;
+  int64_t numel;
+  int64_t top_k;
+  int64_t ids_stride;
+  int64_t num_experts;
+  int64_t expert_offset;
+  int64_t tile_rows;
+  int64_t plan_blocks;
+};
+
+// The plan by itself.
+template <class Config>
+struct Plan {
+  using Params = PlanParams;
+
+  static cudaError_t prepare() { return PlanLaunch<Config>::prepare(); }
+
+  static cudaError_t launch(const Params& p, cudaStream_t stream) {
+    AlignParams a = {};
+    a.topk_ids = p.topk_ids;
+    a.sorted_token_ids = p.sorted_pairs;
+    a.workspace = p.workspace;
+    a.numel = p.numel;
+    a.top_k = p.top_k;
+    a.ids_stride = p.ids_stride;
+    a.num_ids = a.num_experts = p.num_experts;
+    a.block_size = 1;
+    a.blocks = p.plan_blocks;
+    a.first_id = p.expert_offset;
+    return PlanLaunch<Config>::launch(a, {p.positions, p.tiles, p.num_tiles, int(p.tile_rows)}, stream);
+  }
+};
+
 }  // namespace hpcjit::moe

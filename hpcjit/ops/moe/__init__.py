@@ -18,6 +18,7 @@ _BACKENDS = {
     "moe_align_block_size": _JIT | SGLANG,
     "moe_sum_reduce": _JIT | SGLANG | TRITON,
     "fused_moe": {KernelBackend.JIT: _HOPPER},
+    "moe_plan": _JIT,
 }
 
 for _name, _backends in _BACKENDS.items():

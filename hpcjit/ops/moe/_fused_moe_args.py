@@ -84,9 +84,16 @@ def _fail(op: str, name: str, expected: str, value: torch.Tensor | None) -> Argu
 def _aligned(op: str, name: str, value: torch.Tensor) -> None:
     """Rows are copied 16 bytes at a time."""
     stride = value.stride(0) if value.ndim == 2 and value.shape[0] > 1 else 0
-    address = 0 if torch.compiler.is_compiling() or value.device.type == "meta" else value.data_ptr()
-    if value.numel() and (stride * value.element_size() % 16 or address % 16):
+    if value.numel() and (stride * value.element_size() % 16 or _address(value) % 16):
         raise ArgumentError(op, name, "with rows on 16-byte boundaries", f"{checks.describe(value)}, stride {stride}")
+
+
+def _address(value: torch.Tensor) -> int:
+    """0 for tensors that torch traces or transforms: they have none."""
+    try:
+        return 0 if torch.compiler.is_compiling() else value.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def _check_x(op: str, a: FusedMoeArgs) -> None:

@@ -13,9 +13,9 @@ from hpcjit.ops.moe._fused_moe_args import ACTIVATIONS, BLOCK, HIDDEN_GROUP, QUA
 
 SCALE_GIVEN, SCALE_OF_ROW, SCALE_OF_GROUP = 1, 2, 3  # csrc/moe/fused_moe_rows.cuh
 
-_FEW_PAIRS = 1024  # up to which a small block sorts them
-_ONE_BLOCK = 4096  # up to which one block does
-_MAX_PLAN_BLOCKS = 128
+FEW_PAIRS = 1024  # up to which a small block sorts them
+ONE_BLOCK = 4096  # up to which one block does
+MAX_PLAN_BLOCKS = 128
 _WIDE_ROWS = 32 << 20  # bytes of products in float32 that L2 holds; more of them are bfloat16
 _DOWN_FEATURES = 128  # of an item
 _ALIGNMENT = 256
@@ -71,6 +71,11 @@ def max_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
     return (num_pairs + min(num_pairs, num_experts) * (rows - 1)) // rows
 
 
+def plan_threads(num_pairs: int) -> int:
+    """Of a block that sorts them."""
+    return 256 if num_pairs <= FEW_PAIRS else 1024
+
+
 @dataclass
 class Workspace:
     """Offsets of what lies behind each other, each at a multiple of 256 bytes."""
@@ -94,7 +99,7 @@ def _quantise(a: FusedMoeArgs) -> int:
 def _config(op: str, a: FusedMoeArgs) -> FusedMoeConfig:
     num_pairs = a.topk_ids.numel()
     rows = tile_rows(num_pairs, a.num_experts)
-    threads = 256 if num_pairs <= _FEW_PAIRS else 1024
+    threads = plan_threads(num_pairs)
     return FusedMoeConfig(
         weight_t="bf16" if a.quant == "bf16" else "e4m3",
         partial_t="fp32" if num_pairs * a.x.shape[1] * 4 <= _WIDE_ROWS else "bf16",
@@ -105,7 +110,7 @@ def _config(op: str, a: FusedMoeArgs) -> FusedMoeConfig:
         activation=1 + ACTIVATIONS.index(a.activation),
         plan_threads=threads,
         plan_per_thread=ceil_div(a.num_experts, threads),
-        plan_counted=num_pairs > _ONE_BLOCK,
+        plan_counted=num_pairs > ONE_BLOCK,
         ids_strided=checks.rows(op, "topk_ids", a.topk_ids)[1] != a.topk_ids.shape[1],
         weights_on_input=a.apply_weights_on_input,
         has_shared=a.shared_output is not None,
@@ -142,7 +147,7 @@ def _x_scale_strides(a: FusedMoeArgs, quantise: int) -> tuple[int, int]:
 def plan(op: str, a: FusedMoeArgs) -> Plan:
     config = _config(op, a)
     num_pairs = a.topk_ids.numel()
-    plan_blocks = min(ceil_div(num_pairs, _ONE_BLOCK), _MAX_PLAN_BLOCKS)
+    plan_blocks = min(ceil_div(num_pairs, ONE_BLOCK), MAX_PLAN_BLOCKS)
     space = _workspace(a, config, plan_blocks)
     resident = tune.sm_count(a.x.device) * config.blocks_per_sm
     tiles = max_tiles(num_pairs, a.num_experts, config.tokens)
