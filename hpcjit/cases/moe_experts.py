@@ -42,9 +42,9 @@ class Experts:
 
     def make(self, m: Maker) -> Args:
         fp8 = self.quant != "bf16"
-        inputs = self._codes(m) if fp8 and self.codes else (m.normal(self.tokens, self.hidden), None)
-        w13 = self._weights(m, self.experts, 2 * self.inner, self.hidden)
-        w2 = self._weights(m, self.experts, self.hidden, self.inner)
+        inputs = self.codes_of(m) if fp8 and self.codes else (m.normal(self.tokens, self.hidden), None)
+        w13 = self.weights(m, self.experts, 2 * self.inner, self.hidden)
+        w2 = self.weights(m, self.experts, self.hidden, self.inner)
         scales = self._scales(m) if fp8 else (None, None)
         weights = m.normal(self.tokens, self.top_k, dtype=torch.float32).softmax(-1)
         shared = m.normal(self.tokens, self.hidden) if self.shared else None
@@ -60,13 +60,13 @@ class Experts:
         scores = m.normal(self.tokens, self.global_experts or self.experts, dtype=torch.float32)
         return scores.topk(self.top_k).indices.to(torch.int32)
 
-    def _codes(self, m: Maker) -> Args:
+    def codes_of(self, m: Maker) -> Args:
         groups = {"fp8_tensor": (1,), "fp8_channel": (self.tokens, 1)}
         shape = groups.get(self.quant, (self.tokens, _ceil(self.hidden, 128)))
         scale = m.normal(*shape, dtype=torch.float32).abs().add(0.5).mul(2.0**-6)
         return m.normal(self.tokens, self.hidden, dtype=torch.float32, std=64.0).to(FP8), scale
 
-    def _weights(self, m: Maker, *shape: int) -> torch.Tensor:
+    def weights(self, m: Maker, *shape: int) -> torch.Tensor:
         """Small integers, which are drawn in a byte each, times what makes products of the size of one."""
         values = m.integers(-15, 16, *shape, dtype=torch.int8)
         return values.to(FP8) if self.quant != "bf16" else values.to(torch.bfloat16).mul_(0.11 / shape[-1] ** 0.5)
@@ -139,7 +139,55 @@ def _plan_case(tokens: int, experts: int, tile_rows: int) -> Case:
     return Case("moe.moe_plan", f"{tokens}x8 of {experts} by {tile_rows}", make, moved, tags=tags)
 
 
+def counts_of(rows: int, experts: int) -> list[int]:
+    """Rows of each expert: uneven, some with none where there are several."""
+    even = rows // experts
+    counts = [even * (0, 1, 2, 1)[e % 4] for e in range(experts)]
+    counts[-1] += rows - sum(counts)
+    return counts
+
+
+def tiles_of(counts: list[int], tile_rows: int) -> list[tuple[int, int, int, int]]:
+    firsts = [sum(counts[:e]) for e in range(len(counts))]
+    return [
+        (e, firsts[e] + at, min(tile_rows, count - at), 0)
+        for e, count in enumerate(counts)
+        for at in range(0, count, tile_rows)
+    ]
+
+
+def grouped_args(
+    m: Maker, rows: int, experts: int, features: int, hidden: int, tile_rows: int, quant: str = "fp8_tensor"
+) -> Args:
+    sizes = Experts(rows, experts, hidden, features, quant=quant)
+    fp8 = quant != "bf16"
+    x, x_scale = sizes.codes_of(m) if fp8 else (m.normal(rows, hidden), None)
+    weight = sizes.weights(m, experts, features, hidden)
+    shapes = {"fp8_tensor": (), "fp8_channel": (features,), "fp8_block": (_ceil(features, 128), _ceil(hidden, 128))}
+    scale = m.normal(experts, *shapes[quant], dtype=torch.float32).abs().add(0.5).mul(0.01) if fp8 else None
+    tiles = tiles_of(counts_of(rows, experts), tile_rows)
+    made = torch.tensor(tiles, dtype=torch.int32, device=m.device) if tiles else m.poison(1, 4, dtype=torch.int32)
+    count = m.poison(1, dtype=torch.int32).fill_(len(tiles))
+    return x, weight, made, count, tile_rows, x_scale, scale, quant, m.poison(rows, features)
+
+
+def _grouped_case(rows: int, experts: int, features: int, hidden: int, tile_rows: int, quant: str) -> Case:
+    name = f"{rows}x{features}x{hidden} of {experts} {quant}"
+    size = 2 if quant == "bf16" else 1
+    active = sum(count > 0 for count in counts_of(rows, experts))
+    moved = active * features * hidden * size + rows * (hidden * size + 2 * features)
+    make = lambda m: grouped_args(m, rows, experts, features, hidden, tile_rows, quant)  # noqa: E731
+    tags = _DEMO - _BENCH if experts == 4 else _BENCH
+    return Case("moe.grouped_gemm", name, make, moved, 2 * rows * features * hidden, tags)
+
+
 CASES = [
+    _grouped_case(50, 4, 192, 256, 16, "fp8_block"),
+    *(
+        _grouped_case(rows, 16, 4096, 1536, tile_rows, quant)
+        for rows, tile_rows in ((128, 16), (1024, 64), (4096, 128))
+        for quant in ("fp8_tensor", "fp8_block", "bf16")
+    ),
     *(_plan_case(tokens, experts, 64) for experts in (128, 256) for tokens in (1, 32, 512, 2048, 8192)),
     Experts(5, 8, 256, 192, top_k=2, quant="fp8_block", codes=False, shared=True).case("5x8x256x192 fp8_block", _DEMO),
     Experts(17, 16, 512, 128, top_k=4, quant="bf16", codes=False).case("17x16x512x128 bf16", _DEMO - _BENCH),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hpcjit.cases import Args, Maker
-from hpcjit.cases.moe_experts import FP8, Experts, plan_args
+from hpcjit.cases.moe_experts import FP8, Experts, grouped_args, plan_args
 from hpcjit.ops.moe._fused_moe_args import FusedMoeArgs
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
@@ -131,6 +131,17 @@ _PLANS = [
 ]
 
 
+# (rows, experts, features, hidden, rows of a tile, quant, why)
+_GROUPED = [
+    (1, 1, 8, 16, 16, "fp8_tensor", "one row, the least sizes"),
+    (21, 3, 200, 72, 16, "bf16", "sizes that fill no box"),
+    (90, 5, 136, 400, 32, "fp8_channel", "tiles of 32 rows, last groups of K are short"),
+    (150, 3, 328, 208, 64, "fp8_block", "tiles of 64 rows, blocks of weights that are short in both sizes"),
+    (300, 2, 256, 384, 128, "fp8_block", "tiles of 128 rows, the last one with few"),
+    (0, 2, 64, 128, 16, "bf16", "no rows"),
+]
+
+
 def _plan(m: Maker, call: tuple[int, ...]) -> Args:
     tokens, experts, top_k, rows, offset, spread = call
     args = plan_args(m, tokens, experts, top_k, rows, offset, spread)
@@ -146,3 +157,6 @@ def calls() -> Iterator[tuple[str, str, Callable[[Maker], Args], str]]:
     for *call, why in _PLANS:
         label = f"{call[0]}x{call[2]} of {call[1]} by {call[3]} from {call[4]}"
         yield "moe.moe_plan", label, lambda m, call=call: _plan(m, call), why
+    for *call, why in _GROUPED:
+        label = f"{call[0]}x{call[2]}x{call[3]} of {call[1]} {call[5]}"
+        yield "moe.grouped_gemm", label, lambda m, call=call: grouped_args(m, *call), why

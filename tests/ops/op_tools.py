@@ -39,6 +39,7 @@ OPS = [
     "moe.moe_sum_reduce",
     "moe.fused_moe",
     "moe.moe_plan",
+    "moe.grouped_gemm",
     "attention.decode",
     "attention.merge_state",
     "gemm.router_gemm",
@@ -86,6 +87,10 @@ def as_public(op: str, args: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]
     if name == "router_topk":
         named["mode"] = named.pop("accuracy")
         return list(args[:3]), dict(list(named.items())[3:])
+    if name == "moe_plan":
+        return list(args[:3]), {key: value for key, value in named.items() if key in operator(op).arguments[3:]}
+    if name == "grouped_gemm":
+        return list(args[:5]), {key: value for key, value in named.items() if key in operator(op).arguments[5:]}
     if name == "decode":
         return list(args[:5]), _options_of_decode(named)
     # In the others the outputs and options have the names of the schema, but for `scale`.
@@ -103,7 +108,7 @@ _OF_MOE = (
     *("num_groups", "topk_groups", "scoring", "expert_map"),
     *("sorted_token_ids", "expert_ids", "num_tokens_post_padded"),
     *("w13_scale", "w2_scale", "x_scale", "quant", "activation", "shared_output"),
-    *("expert_offset", "apply_weights_on_input", "sorted_pairs", "positions", "tiles", "num_tiles"),
+    *("expert_offset", "apply_weights_on_input"),
 )
 
 

@@ -43,7 +43,7 @@ struct GroupedShape {
   static constexpr int kComputing = 128 * kGroups, kThreads = kComputing + 128;
   static constexpr int kStageK = kRowBytes / int(sizeof(weight_t));
   static constexpr int kFeatures = kGateUp ? 64 : 128;        // of an item
-  static constexpr int kParts = kScaled && !kGateUp ? 2 : 1;  // scales of a row in a stage
+  static constexpr int kParts = kScaled && !kGateUp && Config::kHalfGroups ? 2 : 1;  // scales of a row in a stage
   static constexpr int kStageBytes = 2 * kBoxBytes + kTokens * kRowBytes;
   static constexpr int kScaleFloats =
       kScaled ? kParts * kTokens + 4 : 0;  // of the rows, and of each box of weights

@@ -19,6 +19,7 @@ _BACKENDS = {
     "moe_sum_reduce": _JIT | SGLANG | TRITON,
     "fused_moe": {KernelBackend.JIT: _HOPPER},
     "moe_plan": _JIT,
+    "grouped_gemm": {KernelBackend.JIT: _HOPPER},
 }
 
 for _name, _backends in _BACKENDS.items():

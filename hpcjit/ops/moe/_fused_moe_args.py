@@ -81,7 +81,7 @@ def _fail(op: str, name: str, expected: str, value: torch.Tensor | None) -> Argu
     return ArgumentError(op, name, expected, "None" if value is None else checks.describe(value))
 
 
-def _aligned(op: str, name: str, value: torch.Tensor) -> None:
+def aligned(op: str, name: str, value: torch.Tensor) -> None:
     """Rows are copied 16 bytes at a time."""
     stride = value.stride(0) if value.ndim == 2 and value.shape[0] > 1 else 0
     if value.numel() and (stride * value.element_size() % 16 or _address(value) % 16):
@@ -100,7 +100,7 @@ def _check_x(op: str, a: FusedMoeArgs) -> None:
     checks.tensor(op, "x", a.x, dtypes=_BF16 if a.quant == "bf16" else _BF16 + _E4M3, min_ndim=2)
     if a.x.ndim != 2 or not 0 < a.x.shape[1] <= MAX_SIZE:
         raise _fail(op, "x", f"[num_tokens, hidden_size] with hidden_size up to {MAX_SIZE}", a.x)
-    _aligned(op, "x", a.x)
+    aligned(op, "x", a.x)
 
 
 def _check_weights(op: str, a: FusedMoeArgs) -> None:
@@ -110,7 +110,7 @@ def _check_weights(op: str, a: FusedMoeArgs) -> None:
         checks.tensor(op, name, value, dtypes=dtypes, min_ndim=3, like=a.x)
         if value.ndim != 3 or not value.is_contiguous():
             raise _fail(op, name, "contiguous, of rank 3", value)
-        _aligned(op, name, value)
+        aligned(op, name, value)
     experts, rows, columns = a.w13.shape
     if not 1 <= experts <= MAX_EXPERTS or rows % 2 or not 0 < rows <= 2 * MAX_SIZE or columns != hidden:
         raise _fail(op, "w13", f"[1 to {MAX_EXPERTS} experts, 2 * intermediate_size, {hidden}]", a.w13)
@@ -159,18 +159,20 @@ def _check_scales(op: str, a: FusedMoeArgs) -> None:
     _check_x_scale(op, a)
 
 
+def x_scale_shapes(quant: str, rows: int, groups: int) -> tuple[tuple[int, ...], ...]:
+    """Those that the scale of FP8 rows may have."""
+    if quant == "fp8_tensor":
+        return (1,), (rows, 1)
+    return ((rows, 1), (rows,)) if quant == "fp8_channel" else ((rows, groups),)
+
+
 def _check_x_scale(op: str, a: FusedMoeArgs) -> None:
     tokens, groups = a.x.shape[0], ceil_div(a.x.shape[1], BLOCK)
     if a.x_scale is None:
         if not a.quantises:
             raise _fail(op, "x_scale", "a float32 tensor with activations in float8_e4m3fn", None)
         return
-    allowed: dict[str, tuple[tuple[int, ...], ...]] = {
-        "fp8_tensor": ((1,), (tokens, 1)),
-        "fp8_channel": ((tokens, 1), (tokens,)),
-        "fp8_block": ((tokens, groups),),
-    }
-    shapes = allowed[a.quant]
+    shapes = x_scale_shapes(a.quant, tokens, groups)
     if a.quantises:
         if a.quant != "fp8_tensor":
             raise _fail(op, "x_scale", f"None with activations in bfloat16 and quant={a.quant!r}", a.x_scale)
@@ -184,6 +186,6 @@ def _check_rows(op: str, a: FusedMoeArgs) -> None:
     for name, value in (("shared_output", a.shared_output), ("out", a.out)):
         if value is not None:
             checks.tensor(op, name, value, dtypes=_BF16, shape=tuple(a.x.shape), like=a.x)
-            _aligned(op, name, value)
+            aligned(op, name, value)
     distinct(op, "out", a.out)
     overwrites_none(op, "out", a.out, {"w13": a.w13, "w2": a.w2})

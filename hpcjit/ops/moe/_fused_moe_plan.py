@@ -39,6 +39,7 @@ class FusedMoeConfig(Config):
     ids_strided: bool = False
     weights_on_input: bool = False
     has_shared: bool = False
+    half_groups: bool = True  # scales of the hidden activation are of 64 features
     pdl: bool = True
 
 
@@ -69,6 +70,11 @@ def tile_rows(num_pairs: int, num_experts: int) -> int:
 def max_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
     """The most tiles that so many pairs can make, however they are spread."""
     return (num_pairs + min(num_pairs, num_experts) * (rows - 1)) // rows
+
+
+def blocks_of_sm(rows: int) -> int:
+    """How many blocks with tiles of so many rows an SM has: two take turns at copying and multiplying, where they fit."""
+    return 2 if rows <= 32 else 1
 
 
 def plan_threads(num_pairs: int) -> int:
@@ -106,7 +112,7 @@ def _config(op: str, a: FusedMoeArgs) -> FusedMoeConfig:
         quant=QUANT.index(a.quant),
         quantise=_quantise(a),
         tokens=rows,
-        blocks_per_sm=2 if rows <= 32 else 1,
+        blocks_per_sm=blocks_of_sm(rows),
         activation=1 + ACTIVATIONS.index(a.activation),
         plan_threads=threads,
         plan_per_thread=ceil_div(a.num_experts, threads),
@@ -159,13 +165,13 @@ def plan(op: str, a: FusedMoeArgs) -> Plan:
         "expert_offset": a.expert_offset,
         "hidden_size": a.x.shape[1],
         "intermediate_size": a.intermediate_size,
-        "x_stride": _row_stride(a.x),
+        "x_stride": row_stride(a.x),
         "x_scale_token_stride": token_stride,
         "x_scale_group_stride": group_stride,
         "ids_stride": checks.rows(op, "topk_ids", a.topk_ids)[1],
         "weights_stride": checks.rows(op, "topk_weights", a.topk_weights)[1],
-        "shared_stride": 0 if a.shared_output is None else _row_stride(a.shared_output),
-        "out_stride": _row_stride(a.out),
+        "shared_stride": 0 if a.shared_output is None else row_stride(a.shared_output),
+        "out_stride": row_stride(a.out),
         "plan_blocks": plan_blocks,
         "gate_up_blocks": min(resident, tiles * ceil_div(a.intermediate_size, HIDDEN_GROUP)),
         "down_blocks": min(resident, tiles * ceil_div(a.x.shape[1], _DOWN_FEATURES)),
@@ -177,5 +183,5 @@ def plan(op: str, a: FusedMoeArgs) -> Plan:
     return Plan(FUSED_MOE, config, values, workspace_bytes=space.size)
 
 
-def _row_stride(x: torch.Tensor) -> int:
+def row_stride(x: torch.Tensor) -> int:
     return x.stride(0) if x.shape[0] > 1 else x.shape[1]

@@ -40,18 +40,21 @@ def run(a: FusedMoeArgs) -> None:
 
 def activations(a: FusedMoeArgs, dtype: torch.dtype) -> torch.Tensor:
     """The values of the activations that are multiplied."""
-    x = a.x.to(dtype)
-    if a.quant == "bf16":
-        return x
     if not a.quantises:
-        assert a.x_scale is not None
-        scale = a.x_scale.to(dtype)
-        scale = scale[:, None] if scale.ndim == 1 else scale
-        return x * _along(scale, x.shape[1])
+        return scaled_rows(a.x, a.x_scale, dtype)
+    x = a.x.to(dtype)
     if a.x_scale is not None:
         scale = a.x_scale.to(dtype)
         return quantize(x, scale).to(dtype) * scale
     return _rounded(x, BLOCK if a.quant == "fp8_block" else x.shape[1])
+
+
+def scaled_rows(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """With no scale, one, one for each row, or one for 128 columns of a row."""
+    if scale is None:
+        return x.to(dtype)
+    scale = scale[:, None] if scale.ndim == 1 else scale
+    return x.to(dtype) * _along(scale.to(dtype), x.shape[1])
 
 
 def _along(scale: torch.Tensor, columns: int) -> torch.Tensor:
@@ -73,28 +76,23 @@ def rounded_hidden(a: FusedMoeArgs, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def gate_up_weights(a: FusedMoeArgs, expert: int, dtype: torch.dtype) -> torch.Tensor:
-    weight = a.w13[expert].to(dtype)
-    if a.quant == "fp8_block":
-        assert a.w13_scale is not None
-        halves = zip(weight.chunk(2), a.w13_scale[expert].chunk(2), strict=True)
-        return torch.cat([_scaled(half, scale) for half, scale in halves])
-    return weight if a.w13_scale is None else _scaled_rows(weight, a.w13_scale[expert])
+    if a.w13_scale is None or a.quant != "fp8_block":
+        scale = None if a.w13_scale is None else a.w13_scale[expert]
+        return scaled_weight(a.w13[expert], scale, a.quant, dtype)
+    halves = zip(a.w13[expert].chunk(2), a.w13_scale[expert].chunk(2), strict=True)
+    return torch.cat([scaled_weight(half, scale, a.quant, dtype) for half, scale in halves])
 
 
 def down_weights(a: FusedMoeArgs, expert: int, dtype: torch.dtype) -> torch.Tensor:
-    weight = a.w2[expert].to(dtype)
-    if a.w2_scale is None:
-        return weight
-    return (_scaled if a.quant == "fp8_block" else _scaled_rows)(weight, a.w2_scale[expert])
+    return scaled_weight(a.w2[expert], None if a.w2_scale is None else a.w2_scale[expert], a.quant, dtype)
 
 
-def _scaled_rows(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """With one scale, or one for each row."""
-    return weight * scale.to(weight.dtype).reshape(-1, 1)
-
-
-def _scaled(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """With one for each block of 128 x 128."""
+def scaled_weight(weight: torch.Tensor, scale: torch.Tensor | None, quant: str, dtype: torch.dtype) -> torch.Tensor:
+    """A matrix with no scale, one, one for each row, or one for each block of 128 x 128 ("fp8_block")."""
+    if scale is None:
+        return weight.to(dtype)
+    scale = scale.to(dtype)
+    if quant != "fp8_block":
+        return weight.to(dtype) * scale.reshape(-1, 1)
     rows, columns = weight.shape
-    blocks = scale.to(weight.dtype).repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
-    return weight * blocks
+    return weight.to(dtype) * scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
