@@ -16,6 +16,9 @@
 
 namespace hpcjit::moe {
 
+// Weights that gate-up fetches while the plan is made: about what memory delivers meanwhile, and only where that counts.
+constexpr int64_t kGuessedBytes = 12 << 20, kGuessedPairs = 1024;
+
 struct FusedMoeParams {
   const void* x;
   const float* x_scale;
@@ -133,6 +136,12 @@ struct FusedMoe {
     g.scale_row_stride = p.x_scale_token_stride;
     g.scale_group_stride = p.x_scale_group_stride;
     g.weight_scale = p.w13_scale;
+    g.topk_ids = p.topk_ids;
+    g.ids_stride = p.ids_stride;
+    g.num_pairs = int(p.num_tokens * p.top_k);
+    g.expert_offset = int(p.expert_offset);
+    if (g.num_pairs <= kGuessedPairs)
+      g.guessed_stages = int(kGuessedBytes / (p.gate_up_blocks * 2 * kBoxBytes));
     g.depth = int(p.hidden_size);
     g.scale_groups = int(ceil_div(p.hidden_size, kScaleBlock));
     g.features = int(p.intermediate_size);

@@ -49,19 +49,35 @@ __device__ __forceinline__ void grouped_compute(
   }
 }
 
-// Weights of the block's first item towards L2. It reads the plan before pdl::wait(), around L1, where a line would stay as
-// it was then; a plan that is not there yet only means that something else is fetched, of an expert that exists.
+// Weights towards L2, before pdl::wait(). What is looked at for that is read around L1, where a line would stay as it was
+// then; if it is not there yet, something else is fetched, of an expert that exists.
+//
+// kGateUp: the plan is being made. Blocks share out the experts in the order of the pairs: not what each will need, but
+// what all will. Otherwise the plan is there, and a block fetches the weights of its first item.
+template <bool kGateUp>
+__device__ __forceinline__ uint32_t expert_ahead(const GroupedParams& p, uint32_t tile) {
+  if constexpr (kGateUp) {
+    if (tile >= uint32_t(p.num_pairs)) return ~0u;
+    const uint32_t token = tile / unsigned(p.top_k), k = tile % unsigned(p.top_k);
+    return uint32_t(__ldcg(p.topk_ids + token * p.ids_stride + k)) - uint32_t(p.expert_offset);
+  } else {
+    return int(tile) < __ldcg(p.num_tiles) ? __ldcg(p.tiles + tile).x : ~0u;
+  }
+}
+
+// One thread of each warp that copies calls it.
 template <class Config, bool kGateUp>
-__device__ __forceinline__ void prefetch_weights(const GroupedParams& p, const CUtensorMap& map) {
+__device__ __forceinline__ void prefetch_weights(const GroupedParams& p, const CUtensorMap& map, int warp) {
   using Shape = GroupedShape<Config, kGateUp>;
-  const uint32_t tile = blockIdx.x / unsigned(p.feature_tiles),
-                 feature = blockIdx.x % unsigned(p.feature_tiles);
-  if (int(tile) >= __ldcg(p.num_tiles)) return;
-  const uint32_t expert = __ldcg(p.tiles + tile).x;
+  if (kGateUp && p.guessed_stages == 0) return;
+  const int tile = blockIdx.x / unsigned(p.feature_tiles),
+            feature_tile = blockIdx.x % unsigned(p.feature_tiles);
+  const uint32_t expert = expert_ahead<kGateUp>(p, tile);
   if (expert >= uint32_t(p.num_experts)) return;
-  const int row = int(expert) * p.features + int(feature) * Shape::kFeatures;
-  for (int k = 0; k < p.depth && k < Shape::kStages * Shape::kStageK; k += Shape::kStageK)
-    for (int box = 0; box < 2; ++box) tma::prefetch_box(&map, k, row + box * kBoxRows);
+  const GroupedItem item = {int(expert), 0, 0, feature_tile};
+  const int end = min(p.depth, (kGateUp ? p.guessed_stages : Shape::kStages) * Shape::kStageK);
+  for (int k = warp * Shape::kStageK; k < end; k += 4 * Shape::kStageK)
+    for (int box = 0; box < 2; ++box) tma::prefetch_box(&map, k, weight_row<kGateUp>(p, item, box));
 }
 
 template <class Config, bool kGateUp>
@@ -81,11 +97,11 @@ __global__ void __launch_bounds__(GroupedShape<Config, kGateUp>::kThreads, Confi
     }
     mbarrier::fence_init();
   }
-  if (threadIdx.x == Shape::kComputing) {
-    tma::prefetch_map(&map);
-    if constexpr (!kGateUp) prefetch_weights<Config, kGateUp>(p, map);
-  }
+  if (threadIdx.x == Shape::kComputing) tma::prefetch_map(&map);
   __syncthreads();
+  if (threadIdx.x >= Shape::kComputing && threadIdx.x % 32 == 0)
+    prefetch_weights<Config, kGateUp>(p, map, (int(threadIdx.x) - Shape::kComputing) / 32);
+  __syncwarp();
   pdl::wait();
   pdl::trigger();  // not before: a dependent looks at the plan, which is there now
 

@@ -68,19 +68,14 @@ class GroupedLoader {
       if (thread_ < item.rows) scale_ = p_.row_scale + source_row(item, thread_) * p_.scale_row_stride;
   }
 
-  // First row of box `box` in the matrix of all experts' weights.
-  __device__ int weight_row(const GroupedItem& item, int box) const {
-    if constexpr (kGateUp) return (item.expert * 2 + box) * p_.features + item.feature_tile * kBoxRows;
-    return item.expert * p_.features + (item.feature_tile * 2 + box) * kBoxRows;
-  }
-
   __device__ void copy_weights(const GroupedItem& item, int k) {
     if (thread_ != 0) return;
     const uint32_t stage = ring_.data + ring_.stage * Shape::kStageBytes;
     mbarrier::arrive_expecting(ring_.full(), 2 * kBoxBytes);
 #pragma unroll
     for (int box = 0; box < 2; ++box)
-      tma::load(stage + box * kBoxBytes, &map_, k * Shape::kStageK, weight_row(item, box), ring_.full());
+      tma::load(stage + box * kBoxBytes, &map_, k * Shape::kStageK, weight_row<kGateUp>(p_, item, box),
+                ring_.full());
   }
 
   __device__ void copy_rows(const GroupedItem& item, int k) {

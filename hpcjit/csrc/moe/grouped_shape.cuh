@@ -26,6 +26,10 @@ struct GroupedParams {
   float* out_scale;  // hidden activation in FP8: [row][out_scale_stride], one for 64 features
   int64_t row_stride, scale_row_stride, scale_group_stride, weights_stride, out_stride, out_scale_stride;
   int top_k, num_experts;
+  // kGateUp: for the guess which weights a block will need first, and stages of them that are fetched on it.
+  const int32_t* topk_ids;
+  int64_t ids_stride;
+  int num_pairs, expert_offset, guessed_stages;
   int depth;          // K, elements
   int scale_groups;   // of a row
   int features;       // of the result
@@ -42,8 +46,9 @@ struct GroupedShape {
   static constexpr int kGroups = kTokens / kColumns;
   static constexpr int kComputing = 128 * kGroups, kThreads = kComputing + 128;
   static constexpr int kStageK = kRowBytes / int(sizeof(weight_t));
-  static constexpr int kFeatures = kGateUp ? 64 : 128;        // of an item
-  static constexpr int kParts = kScaled && !kGateUp && Config::kHalfGroups ? 2 : 1;  // scales of a row in a stage
+  static constexpr int kFeatures = kGateUp ? 64 : 128;  // of an item
+  static constexpr int kParts =
+      kScaled && !kGateUp && Config::kHalfGroups ? 2 : 1;  // scales of a row in a stage
   static constexpr int kStageBytes = 2 * kBoxBytes + kTokens * kRowBytes;
   static constexpr int kScaleFloats =
       kScaled ? kParts * kTokens + 4 : 0;  // of the rows, and of each box of weights
@@ -88,6 +93,13 @@ struct GroupedRing {
 struct GroupedItem {
   int expert, first, rows, feature_tile;
 };
+
+// First row of box `box` of an item in the matrix of all experts' weights.
+template <bool kGateUp>
+__device__ __forceinline__ int weight_row(const GroupedParams& p, const GroupedItem& item, int box) {
+  if constexpr (kGateUp) return (item.expert * 2 + box) * p.features + item.feature_tile * kBoxRows;
+  return item.expert * p.features + (item.feature_tile * 2 + box) * kBoxRows;
+}
 
 // The items of a block: tile by tile, all features of a tile before the next. A tile is read an item ahead.
 class GroupedWalk {

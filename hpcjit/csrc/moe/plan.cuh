@@ -86,11 +86,11 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kPlanThreads)
     plan_kernel(const __grid_constant__ AlignParams p, const __grid_constant__ PlanOut out) {
   extern __shared__ int32_t shared[];
-  pdl::trigger();
   PlanPlace<Config> block(p, shared);
   block.clear();
   __syncthreads();
   pdl::wait();
+  pdl::trigger();  // not before: a dependent may look at the ids, which are there now
   if constexpr (Config::kPlanCounted) block.count_chunks();
   block.count_stretches();
   __syncthreads();
