@@ -13,6 +13,7 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "examples"
 DECODE = FOLDER / "decode_attention.py"
+MOE = FOLDER / "moe_parallel.py"
 PNG = b"\x89PNG"
 
 
@@ -24,7 +25,7 @@ def example(path: Path) -> ModuleType:
 
 
 def test_every_example_is_tested():
-    assert [path.name for path in FOLDER.glob("*.py")] == [DECODE.name]
+    assert sorted(path.name for path in FOLDER.glob("*.py")) == [DECODE.name, MOE.name]
 
 
 class TestDecodeAttention:
@@ -70,3 +71,35 @@ class TestDecodeAttention:
         with pytest.raises(SystemExit):
             example(DECODE).main([*options, "--out", str(tmp_path / "s.png")])
         assert named in capsys.readouterr().err
+
+
+class TestMoeParallel:
+    @pytest.mark.parametrize(("mode", "quant"), [("ep", "fp8_tensor"), ("tp", "fp8_block"), ("tp", "fp8_channel")])
+    def test_two_ranks_add_up_to_the_whole(self, mode: str, quant: str):
+        """With gloo, on CPUs."""
+        options = ["--mode", mode, "--quant", quant, "--tokens", "9"]
+        environment = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(FOLDER.parent),
+            "OMP_NUM_THREADS": "1",
+        }
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        done = subprocess.run(
+            [*launcher, str(MOE), *options], capture_output=True, text=True, env=environment, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"{mode} on 2 ranks (cpu), {quant}, 9 tokens" in done.stdout
+        assert done.stdout.rstrip().endswith(": ok")
+
+    def test_inner_sizes_that_cut_a_block(self):
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(FOLDER.parent)}
+        done = subprocess.run(
+            [sys.executable, str(MOE), "--mode", "tp", "--inner", "192"],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=300,
+        )
+        assert done.returncode != 0
+        assert "--inner must be a multiple of 128" in done.stderr
