@@ -76,6 +76,7 @@ __device__ __forceinline__ void prefetch_weights(const GroupedParams& p, const C
   if (expert >= uint32_t(p.num_experts)) return;
   const GroupedItem item = {int(expert), 0, 0, feature_tile};
   const int end = min(p.depth, (kGateUp ? p.guessed_stages : Shape::kStages) * Shape::kStageK);
+#pragma unroll 1
   for (int k = warp * Shape::kStageK; k < end; k += 4 * Shape::kStageK)
     for (int box = 0; box < 2; ++box) tma::prefetch_box(&map, k, weight_row<kGateUp>(p, item, box));
 }
