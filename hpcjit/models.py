@@ -23,6 +23,8 @@ from hpcjit.spec import did_you_mean
 TOKENS = tuple(2**i for i in range(15))
 PAGE_SIZE = 64
 BLOCK_SIZE = 64  # of the pairs that go to one expert; it changes no code
+TILE_ROWS = 64  # of a grouped product
+INNER_SIZE = 256  # of an expert; ranks have a share of it, and it changes no code
 
 MAX_SIZE = 1 << 24
 Sizes = tuple[int, ...]
@@ -116,6 +118,32 @@ def _sum_reduce(m: Make, top_k: int, hidden_size: int) -> Any:
     return ops.moe.moe_sum_reduce(m.rows(top_k, hidden_size))
 
 
+def _plan(m: Make, num_experts: int, top_k: int) -> Any:
+    return ops.moe.moe_plan(m.weight(m.tokens, top_k, dtype=torch.int32), num_experts, TILE_ROWS)
+
+
+def _grouped_gemm(m: Make, num_experts: int, top_k: int, hidden_size: int) -> Any:
+    x = m.weight(m.tokens * top_k, hidden_size, dtype=torch.bfloat16)
+    weight = m.weight(num_experts, INNER_SIZE, hidden_size, dtype=torch.bfloat16)
+    tiles, count = (m.weight(*size, dtype=torch.int32) for size in ((m.tokens * top_k, 4), (1,)))
+    return ops.moe.grouped_gemm(x, weight, tiles, count, TILE_ROWS)
+
+
+def _fused_moe(m: Make, num_experts: int, top_k: int, hidden_size: int) -> Any:
+    """With scales of blocks, as checkpoints in FP8 have them."""
+    x = m.weight(m.tokens, hidden_size, dtype=torch.bfloat16)
+    inner, blocks = INNER_SIZE // 128, -(-hidden_size // 128)
+    weights = [
+        m.weight(num_experts, *size, dtype=torch.float8_e4m3fn)
+        for size in ((2 * INNER_SIZE, hidden_size), (hidden_size, INNER_SIZE))
+    ]
+    ids, probabilities = (m.weight(m.tokens, top_k, dtype=dtype) for dtype in (torch.int32, torch.float32))
+    w13_scale = m.weight(num_experts, 2 * inner, blocks, dtype=torch.float32)
+    w2_scale = m.weight(num_experts, blocks, inner, dtype=torch.float32)
+    scales = {"w13_scale": w13_scale, "w2_scale": w2_scale}
+    return ops.moe.fused_moe(x, *weights, ids, probabilities, quant="fp8_block", **scales)
+
+
 def _router(m: Make, num_experts: int, hidden_size: int) -> Any:
     return ops.gemm.router_gemm(m.rows(hidden_size), m.weight(num_experts, hidden_size, dtype=torch.float32))
 
@@ -185,6 +213,9 @@ USAGES: dict[str, Usage] = {
     "moe.router_topk": Usage(("num_experts", "top_k", "hidden_size"), _router_topk),
     "moe.moe_align_block_size": Usage(("num_experts", "top_k"), _align),
     "moe.moe_sum_reduce": Usage(("top_k", "hidden_size"), _sum_reduce),
+    "moe.moe_plan": Usage(("num_experts", "top_k"), _plan),
+    "moe.grouped_gemm": Usage(("num_experts", "top_k", "hidden_size"), _grouped_gemm),
+    "moe.fused_moe": Usage(("num_experts", "top_k", "hidden_size"), _fused_moe, fp8=True),
 }
 
 _ACTIVATIONS = {
