@@ -93,11 +93,15 @@ def same_start(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both have memory that begins at one address. Tensors that torch traces or transforms have none."""
     if torch.compiler.is_compiling() or not one.numel() or not other.numel():
         return False
-    try:
-        address = one.data_ptr()
-        return address != 0 and address == other.data_ptr()
-    except RuntimeError:
+    if any(x.device.type == "meta" or type(x).__torch_dispatch__ is not _DISPATCH for x in (one, other)):
         return False
+    try:
+        return one.data_ptr() == other.data_ptr()
+    except RuntimeError:  # of a functional transform
+        return False
+
+
+_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
 def no_grad(op: str, **tensors: torch.Tensor | None) -> None:

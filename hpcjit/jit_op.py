@@ -7,8 +7,9 @@ checked, when a signature is first seen; a repeated one costs a look-up and the 
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -46,6 +47,17 @@ class Plan:
 
 
 NOTHING = "nothing to launch"  # a plan for empty inputs
+
+
+@contextlib.contextmanager
+def own_precision(args: Iterable[Any]) -> Iterator[None]:
+    """Without autocast: references choose their precision themselves."""
+    kinds = {value.device.type for value in args if isinstance(value, torch.Tensor)} & {"cpu", "cuda"}
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 class JitOp(BaseFusedOp):
@@ -108,8 +120,7 @@ class JitOp(BaseFusedOp):
 
     def forward_native(self, *args: Any) -> None:
         self.check(*args)
-        first = next(value for value in args if isinstance(value, torch.Tensor))
-        with torch.autocast(first.device.type, enabled=False):  # references choose their precision themselves
+        with own_precision(args):
             self.reference(*args)
 
     def forward_jit(self, *args: Any) -> None:

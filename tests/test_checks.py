@@ -19,7 +19,7 @@ def test_a_number_out_of_range(value: float):
         checks.number("layernorm.rmsnorm", "eps", value, low=0.0)
 
 
-@pytest.mark.parametrize("value", [0, 1e-6, 2**62, 1e308])
+@pytest.mark.parametrize("value", [0, 1e-6, 2**62, 3e38])
 def test_a_number(value: float):
     assert checks.number("layernorm.rmsnorm", "eps", value, low=0.0) == value
 

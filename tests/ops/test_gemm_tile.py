@@ -31,7 +31,9 @@ def shared_bytes(config: RouterTileConfig) -> int:
 class TestRule:
     @pytest.mark.parametrize("tokens", [33, 65, 200, 1000, 8192, 131072])
     @pytest.mark.parametrize("accurate", [False, True])
-    @pytest.mark.parametrize("base", [{}, {"separate_low": True, "terms": 2}, {"presplit": True, "separate_low": True, "terms": 2}])
+    @pytest.mark.parametrize(
+        "base", [{}, {"separate_low": True, "terms": 2}, {"presplit": True, "separate_low": True, "terms": 2}]
+    )
     def test_fits(self, tokens, accurate, base):
         for experts, hidden in ((8, 64), (60, 1000), (160, 5120), (768, 6144), (1024, 16384)):
             config = _router_tile.best(RouterTileConfig(**base), tokens, experts, hidden, 132, accurate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -206,7 +207,7 @@ class DecodeOp(JitOp):
 def _positive(name: str, value: Any) -> float:
     if isinstance(value, _NUMBERS) and not isinstance(value, bool) and _LEAST <= value <= _MOST:
         return float(value)  # nothing else is asked of a good value: torch.compile can trace this of any float
-    if checks.number(DecodeOp.op, name, value) <= 0:
+    if checks.number(DecodeOp.op, name, value, low=-math.inf, high=math.inf) <= 0:
         raise ArgumentError(DecodeOp.op, name, "positive", value)
     raise ArgumentError(DecodeOp.op, name, f"in [{_LEAST:g}, {_MOST:g}], the normal numbers of float32", value)
 

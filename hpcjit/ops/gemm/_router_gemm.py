@@ -11,7 +11,7 @@ import torch
 from hpcjit import checks, tune
 from hpcjit.errors import ArgumentError
 from hpcjit.fused_op import define
-from hpcjit.jit_op import NOTHING, JitOp, Plan
+from hpcjit.jit_op import NOTHING, JitOp, Plan, own_precision
 from hpcjit.ops._tensors import accumulation_dtype, distinct, overwrites_none, require
 from hpcjit.ops.gemm import _router_plan
 
@@ -55,7 +55,7 @@ class RouterGemmOp(JitOp):
     def forward_native(self, x: torch.Tensor, weight: torch.Tensor, accuracy: str, out: torch.Tensor) -> None:
         """Float32 in either mode: what plain torch does, which is cuBLAS on a GPU."""
         self.check(x, weight, accuracy, out)
-        with torch.autocast(x.device.type, enabled=False):
+        with own_precision((x,)):
             matmul(x, weight, out)
 
     def forward_cublas_tf32(self, x: torch.Tensor, weight: torch.Tensor, accuracy: str, out: torch.Tensor) -> None:
@@ -109,7 +109,7 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, fast: bo
             out.copy_(x.to(dtype) @ weight.t())
 
 
-_PRECISION = threading.Lock()  # of float32 products, which is one setting for the whole process
+_PRECISION = threading.RLock()  # of float32 products, which is one setting for the whole process
 
 
 @contextlib.contextmanager
