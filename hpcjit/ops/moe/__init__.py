@@ -10,6 +10,9 @@ _JIT = {KernelBackend.JIT: frozenset({CapabilityRequirement.cuda(min_sm=(8, 0))}
 # Clusters and their barriers are Hopper's.
 _HOPPER = frozenset({CapabilityRequirement.cuda(min_sm=(9, 0))})
 
+# So are warpgroup products, which later parts do not have.
+_WARPGROUPS = {KernelBackend.JIT: frozenset({CapabilityRequirement.cuda(min_sm=(9, 0), max_sm=(9, 0))})}
+
 _BACKENDS = {
     "topk_softmax": _JIT | SGLANG | TRITON,
     "topk_sigmoid": _JIT | SGLANG | TRITON,
@@ -17,9 +20,9 @@ _BACKENDS = {
     "router_topk": {KernelBackend.JIT: _HOPPER, KernelBackend.JIT_STEPS: _HOPPER},
     "moe_align_block_size": _JIT | SGLANG,
     "moe_sum_reduce": _JIT | SGLANG | TRITON,
-    "fused_moe": {KernelBackend.JIT: _HOPPER},
+    "fused_moe": _WARPGROUPS,
     "moe_plan": _JIT,
-    "grouped_gemm": {KernelBackend.JIT: _HOPPER},
+    "grouped_gemm": _WARPGROUPS,
 }
 
 for _name, _backends in _BACKENDS.items():
