@@ -16,11 +16,12 @@ from router_topk_grid import CALLS, FP32, INT32, Routed
 from hpcjit import build, numerics, toolchain, workspace
 from hpcjit.cases import Maker, cases_of
 from hpcjit.errors import ArgumentTypeError
+from hpcjit.fused_op import DEFAULT_PRIORITY
 from hpcjit.jit_op import NOTHING, Plan
 from hpcjit.ops.gemm import router_gemm
 from hpcjit.ops.gemm._router_gemm import router_gemm_op
 from hpcjit.ops.moe import grouped_topk, router_topk, topk_sigmoid, topk_softmax
-from hpcjit.ops.moe._router_topk import router_topk_op
+from hpcjit.ops.moe._router_topk import RouterTopkOp, router_topk_op
 from hpcjit.ops.moe._router_topk_plan import ROUTER_TOPK_STREAM, ROUTER_TOPK_TILE, RouterTopkStreamConfig
 
 NAN, INF = float("nan"), float("inf")
@@ -30,6 +31,16 @@ every_call = pytest.mark.parametrize("call", [call for call, _ in CALLS], ids=la
 # Tokens on both sides of the ends of tiles and of the two kernels, and of more blocks than run at once.
 SIZES = [1, 2, 8, 9, 17, 33, 64, 65, 97, 129, 200, 511, 1025, 4100]
 EXPERTS, HIDDEN = 256, 1024
+
+
+@pytest.fixture(autouse=True)
+def fused(monkeypatch):
+    """The kernels of one launch, which are not chosen by themselves yet."""
+    monkeypatch.setattr(RouterTopkOp, "priority", DEFAULT_PRIORITY)
+    router_topk_op._forget()
+    yield
+    monkeypatch.undo()
+    router_topk_op._forget()
 
 
 def drawn(m: Maker, tokens: int, experts: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:

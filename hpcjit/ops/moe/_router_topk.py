@@ -18,6 +18,7 @@ from hpcjit.ops.moe._gate import MAX_EXPERTS, GateArgs, GateOp, outputs
 from hpcjit.ops.moe._grouped_topk import grouped_topk_op
 from hpcjit.ops.moe._topk_sigmoid import topk_sigmoid_op
 from hpcjit.ops.moe._topk_softmax import topk_softmax_op
+from hpcjit.spec import KernelBackend
 
 
 class _Call(NamedTuple):
@@ -61,6 +62,8 @@ class RouterTopkOp(GateOp):
         " Tensor(a!)? logits, Tensor(b!) weights, Tensor(c!) ids) -> ()"
     )
     tensor_core_sums = ("logits",)
+    # The fused kernels have not run on a GPU yet: they must be asked for.
+    priority = (KernelBackend.JIT_STEPS, KernelBackend.TORCH)
 
     def _call(self, *args: Any) -> _Call:
         if len(args) != len(self.arguments):
