@@ -7,11 +7,8 @@ from hpcjit.spec import CapabilityRequirement, KernelBackend
 
 _JIT = {KernelBackend.JIT: frozenset({CapabilityRequirement.cuda(min_sm=(8, 0))})}
 
-# Clusters and their barriers are Hopper's.
-_HOPPER = frozenset({CapabilityRequirement.cuda(min_sm=(9, 0))})
-
-# So are warpgroup products, which later parts do not have.
-_WARPGROUPS = {KernelBackend.JIT: frozenset({CapabilityRequirement.cuda(min_sm=(9, 0), max_sm=(9, 0))})}
+# Warpgroup products are Hopper's alone.
+_HOPPER = frozenset({CapabilityRequirement.cuda(min_sm=(9, 0), max_sm=(9, 0))})
 
 _BACKENDS = {
     "topk_softmax": _JIT | SGLANG | TRITON,
@@ -20,9 +17,9 @@ _BACKENDS = {
     "router_topk": {KernelBackend.JIT: _HOPPER, KernelBackend.JIT_STEPS: _HOPPER},
     "moe_align_block_size": _JIT | SGLANG,
     "moe_sum_reduce": _JIT | SGLANG | TRITON,
-    "fused_moe": _WARPGROUPS,
+    "fused_moe": {KernelBackend.JIT: _HOPPER},
     "moe_plan": _JIT,
-    "grouped_gemm": _WARPGROUPS,
+    "grouped_gemm": {KernelBackend.JIT: _HOPPER},
 }
 
 for _name, _backends in _BACKENDS.items():
