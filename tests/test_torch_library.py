@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from hpcjit import trace
-from hpcjit.errors import RegistrationError
+from hpcjit.errors import ArgumentError, RegistrationError
 from hpcjit.fused_op import BaseFusedOp, define
+from hpcjit.ops.activation import silu_and_mul
+from hpcjit.ops.moe import moe_align_block_size
 from hpcjit.spec import KernelBackend, PlatformInfo
 
 
@@ -125,3 +127,13 @@ class TestTorchOperator:
         Bad.schema = Scale.schema
         define(Bad())
         assert torch.ops.hpcjit.elementwise_probe_corrected.default
+
+
+@pytest.mark.parametrize("backend", ["torch", "jit", "no such"])
+def test_compiled_code_names_no_backend(monkeypatch, backend):
+    """What is compiled chooses its backend when it runs: a name must not be passed over silently."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    x, ids = torch.randn(4, 64), torch.zeros(4, 2, dtype=torch.int32)
+    for call in (lambda: silu_and_mul(x, backend=backend), lambda: moe_align_block_size(ids, 8, 16, backend=backend)):
+        with pytest.raises(ArgumentError, match="'backend' must be None under"):
+            call()

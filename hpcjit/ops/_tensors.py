@@ -18,6 +18,15 @@ def require(op: str, name: str, value: torch.Tensor, min_ndim: int = 1) -> None:
         checks.tensor(op, name, value, min_ndim=min_ndim)
 
 
+def compiling(op: str, backend: str | None) -> bool:
+    """Whether torch.compile is tracing the caller. What it compiles chooses its backend when it runs, so none can be named."""
+    if not torch.compiler.is_compiling():
+        return False
+    if backend is not None:
+        raise ArgumentError(op, "backend", "None under torch.compile (set_fused_op_backend chooses there)", backend)
+    return True
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a reference computes: float32, or float64 for float64 inputs (which only references take)."""
     return torch.promote_types(dtype, torch.float32)

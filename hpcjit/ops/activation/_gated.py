@@ -14,7 +14,7 @@ from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
 from hpcjit.ops import _peers
 from hpcjit.ops._rows import TYPE_NAMES, vector_width
-from hpcjit.ops._tensors import FLOATS, accumulation_dtype, require
+from hpcjit.ops._tensors import FLOATS, accumulation_dtype, compiling, require
 
 NONE, SILU, GELU, GELU_TANH = range(4)  # hpcjit::Activation
 
@@ -162,7 +162,7 @@ def silu_and_mul(input: torch.Tensor, *, out: torch.Tensor | None = None, backen
     """
     if out is None:
         out = _half(silu_and_mul_op, input)
-    if torch.compiler.is_compiling():
+    if compiling("activation.silu_and_mul", backend):
         torch.ops.hpcjit.activation_silu_and_mul(input, out)
     elif backend is None:
         silu_and_mul_op.fast(input, out)
@@ -178,7 +178,7 @@ def gelu_and_mul(input: torch.Tensor, *, out: torch.Tensor | None = None, backen
     """
     if out is None:
         out = _half(gelu_and_mul_op, input)
-    if torch.compiler.is_compiling():
+    if compiling("activation.gelu_and_mul", backend):
         torch.ops.hpcjit.activation_gelu_and_mul(input, out)
     elif backend is None:
         gelu_and_mul_op.fast(input, out)
@@ -196,7 +196,7 @@ def gelu_tanh_and_mul(
     """
     if out is None:
         out = _half(gelu_tanh_and_mul_op, input)
-    if torch.compiler.is_compiling():
+    if compiling("activation.gelu_tanh_and_mul", backend):
         torch.ops.hpcjit.activation_gelu_tanh_and_mul(input, out)
     elif backend is None:
         gelu_tanh_and_mul_op.fast(input, out)

@@ -8,7 +8,7 @@ from hpcjit import checks
 from hpcjit.fused_op import define
 from hpcjit.jit_op import JitOp, Plan
 from hpcjit.ops._fp8 import dynamic_scale, group_quantize, quantize
-from hpcjit.ops._tensors import require
+from hpcjit.ops._tensors import compiling, require
 from hpcjit.ops.activation._gated import SILU, check_gated_input, gate
 from hpcjit.ops.quantization import _fp8_plans as plans
 
@@ -148,7 +148,7 @@ def silu_and_mul_quant_fp8(
         else:
             scale = plans.empty_group_scale(name, out, group_size, column_major_scales)
     args = (input, dynamic, group_size or 0, scale_ue8m0, out, scale)
-    if torch.compiler.is_compiling():
+    if compiling("activation.silu_and_mul_quant_fp8", backend):
         torch.ops.hpcjit.activation_silu_and_mul_quant_fp8(*args)
     elif backend is None:
         silu_and_mul_quant_fp8_op.fast(*args)

@@ -11,7 +11,7 @@ from hpcjit import checks
 from hpcjit.errors import ArgumentError, ArgumentTypeError
 from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
-from hpcjit.ops._tensors import distinct, overwrites_none, require
+from hpcjit.ops._tensors import compiling, distinct, overwrites_none, require
 from hpcjit.ops.attention._decode_shape import (
     HEAD_DIMS,
     LAYOUTS,
@@ -327,7 +327,7 @@ def decode(
         *(scale * q_factor, k_factor, v_factor, cap, softcap is not None, window or 0, max_q_len),
         *(layout, schedule, out, lse),
     )
-    if torch.compiler.is_compiling():
+    if compiling("attention.decode", backend):
         torch.ops.hpcjit.attention_decode(*args)
     elif backend is None:
         decode_op.fast(*args)

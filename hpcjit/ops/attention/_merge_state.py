@@ -13,7 +13,7 @@ from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
 from hpcjit.ops import _peers
 from hpcjit.ops._rows import TYPE_NAMES, streams, vector_width
-from hpcjit.ops._tensors import FLOATS, accumulation_dtype, distinct, overwrites_none, require
+from hpcjit.ops._tensors import FLOATS, accumulation_dtype, compiling, distinct, overwrites_none, require
 from hpcjit.spec import KernelBackend
 
 _MAX_VECS = 4  # of each side in flight in a lane
@@ -232,7 +232,7 @@ def merge_state(
         out = out_a.new_empty(out_a.shape)
     if lse is None:
         lse = out_a.new_empty(out_a.shape[:2], dtype=torch.float32)
-    if torch.compiler.is_compiling():
+    if compiling("attention.merge_state", backend):
         torch.ops.hpcjit.attention_merge_state(out_a, lse_a, out_b, lse_b, out, lse)
     elif backend is None:
         merge_state_op.fast(out_a, lse_a, out_b, lse_b, out, lse)

@@ -7,7 +7,7 @@ import torch
 from hpcjit import checks
 from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
-from hpcjit.ops._tensors import accumulation_dtype, require
+from hpcjit.ops._tensors import accumulation_dtype, compiling, require
 from hpcjit.ops.gemm import _router_plan
 from hpcjit.ops.gemm._router_gemm import RESULTS, check_product, tf32
 
@@ -107,7 +107,7 @@ def gemm_bf16x2(
     if out is None:
         checks.choice(GemmBf16x2Op.op, "out_dtype", out_dtype, RESULTS)
         out = x.new_empty((x.shape[0], w_high.shape[0]), dtype=out_dtype)
-    if torch.compiler.is_compiling():
+    if compiling("gemm.gemm_bf16x2", backend):
         torch.ops.hpcjit.gemm_gemm_bf16x2(x, w_high, w_low, scale, out)
     elif backend is None:
         gemm_bf16x2_op.fast(x, w_high, w_low, scale, out)

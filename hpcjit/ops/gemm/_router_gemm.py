@@ -12,7 +12,7 @@ from hpcjit import checks, tune
 from hpcjit.errors import ArgumentError
 from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan, own_precision
-from hpcjit.ops._tensors import accumulation_dtype, distinct, overwrites_none, require
+from hpcjit.ops._tensors import accumulation_dtype, compiling, distinct, overwrites_none, require
 from hpcjit.ops.gemm import _router_plan
 
 ACTIVATIONS = (torch.bfloat16, torch.float16)
@@ -178,7 +178,7 @@ def router_gemm(
     if out is None:
         checks.choice(RouterGemmOp.op, "out_dtype", out_dtype, RESULTS)
         out = x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
-    if torch.compiler.is_compiling():
+    if compiling("gemm.router_gemm", backend):
         torch.ops.hpcjit.gemm_router_gemm(x, weight, mode, out)
     elif backend is None:
         router_gemm_op.fast(x, weight, mode, out)

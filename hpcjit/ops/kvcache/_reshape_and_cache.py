@@ -14,7 +14,7 @@ from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan, raise_fault
 from hpcjit.ops._fp8 import quantize
 from hpcjit.ops._rows import TYPE_NAMES
-from hpcjit.ops._tensors import FLOATS, accumulation_dtype, distinct, require
+from hpcjit.ops._tensors import FLOATS, accumulation_dtype, compiling, distinct, require
 
 LAYOUTS = ("NHD", "HND")
 
@@ -293,7 +293,7 @@ def reshape_and_cache(
     k_tensor, k_factor = _split_scale("k_scale", k_scale, key_cache)
     v_tensor, v_factor = _split_scale("v_scale", v_scale, key_cache)
     args = (key, value, key_cache, value_cache, slot_mapping, k_tensor, v_tensor, k_factor, v_factor, layout)
-    if torch.compiler.is_compiling():
+    if compiling("kvcache.reshape_and_cache", backend):
         torch.ops.hpcjit.kvcache_reshape_and_cache(*args)
     elif backend is None:
         reshape_and_cache_op.fast(*args)

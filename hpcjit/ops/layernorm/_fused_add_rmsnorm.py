@@ -8,7 +8,7 @@ from hpcjit import checks
 from hpcjit.fused_op import define
 from hpcjit.jit_op import JitOp, Plan
 from hpcjit.ops import _peers
-from hpcjit.ops._tensors import accumulation_dtype
+from hpcjit.ops._tensors import accumulation_dtype, compiling
 from hpcjit.ops.layernorm._norm_plan import check_norm, norm_plan
 
 
@@ -83,7 +83,7 @@ def fused_add_rmsnorm(
 
     Layout rules, accuracy, determinism and CUDA-graph safety are those of `rmsnorm`.
     """
-    if torch.compiler.is_compiling():
+    if compiling("layernorm.fused_add_rmsnorm", backend):
         torch.ops.hpcjit.layernorm_fused_add_rmsnorm(input, residual, weight, eps)
     elif backend is None:
         fused_add_rmsnorm_op.fast(input, residual, weight, eps)
@@ -100,7 +100,7 @@ def gemma_fused_add_rmsnorm(
     backend: str | None = None,
 ) -> None:
     """`fused_add_rmsnorm` with `1 + weight` (formed in float32) in place of `weight`, as in the Gemma models."""
-    if torch.compiler.is_compiling():
+    if compiling("layernorm.gemma_fused_add_rmsnorm", backend):
         torch.ops.hpcjit.layernorm_gemma_fused_add_rmsnorm(input, residual, weight, eps)
     elif backend is None:
         gemma_fused_add_rmsnorm_op.fast(input, residual, weight, eps)

@@ -8,7 +8,7 @@ from hpcjit import checks
 from hpcjit.fused_op import define
 from hpcjit.jit_op import JitOp, Plan
 from hpcjit.ops import _peers
-from hpcjit.ops._tensors import accumulation_dtype, require
+from hpcjit.ops._tensors import accumulation_dtype, compiling, require
 from hpcjit.ops.layernorm._norm_plan import check_norm, norm_plan
 
 
@@ -84,7 +84,7 @@ def layernorm(
     require(layernorm_op.op, "input", input)
     if out is None:
         out = torch.empty_like(input)
-    if torch.compiler.is_compiling():
+    if compiling("layernorm.layernorm", backend):
         torch.ops.hpcjit.layernorm_layernorm(input, weight, bias, eps, out)
     elif backend is None:
         layernorm_op.fast(input, weight, bias, eps, out)

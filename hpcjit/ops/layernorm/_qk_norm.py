@@ -13,7 +13,7 @@ from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
 from hpcjit.ops import _peers
 from hpcjit.ops._rows import TYPE_NAMES, vector_width
-from hpcjit.ops._tensors import FLOATS, accumulation_dtype, distinct
+from hpcjit.ops._tensors import FLOATS, accumulation_dtype, compiling, distinct
 
 _MAX_VECS = 8  # of a lane; a longer head is read twice
 _FEW_LANES = 2**18  # below, more threads in flight are worth more than more loads per thread
@@ -157,7 +157,7 @@ def qk_norm(
     Computed in float32 and rounded once; bits repeat. Safe under CUDA graphs once the signature has run or been prewarmed.
     Method: Henry et al., 2020, with the norm of Zhang and Sennrich, 2019.
     """
-    if torch.compiler.is_compiling():
+    if compiling("layernorm.qk_norm", backend):
         torch.ops.hpcjit.layernorm_qk_norm(q, k, q_weight, k_weight, eps)
     elif backend is None:
         qk_norm_op.fast(q, k, q_weight, k_weight, eps)

@@ -8,7 +8,7 @@ from hpcjit import checks
 from hpcjit.fused_op import define
 from hpcjit.jit_op import JitOp, Plan
 from hpcjit.ops import _peers
-from hpcjit.ops._tensors import accumulation_dtype, require
+from hpcjit.ops._tensors import accumulation_dtype, compiling, require
 from hpcjit.ops.layernorm._norm_plan import check_norm, norm_plan
 
 
@@ -88,7 +88,7 @@ def rmsnorm(
     require(rmsnorm_op.op, "input", input)
     if out is None:
         out = torch.empty_like(input)
-    if torch.compiler.is_compiling():
+    if compiling("layernorm.rmsnorm", backend):
         torch.ops.hpcjit.layernorm_rmsnorm(input, weight, eps, out)
     elif backend is None:
         rmsnorm_op.fast(input, weight, eps, out)
@@ -112,7 +112,7 @@ def gemma_rmsnorm(
     require(gemma_rmsnorm_op.op, "input", input)
     if out is None:
         out = torch.empty_like(input)
-    if torch.compiler.is_compiling():
+    if compiling("layernorm.gemma_rmsnorm", backend):
         torch.ops.hpcjit.layernorm_gemma_rmsnorm(input, weight, eps, out)
     elif backend is None:
         gemma_rmsnorm_op.fast(input, weight, eps, out)

@@ -8,7 +8,7 @@ from hpcjit import checks
 from hpcjit.fused_op import define
 from hpcjit.jit_op import JitOp, Plan
 from hpcjit.ops._fp8 import dynamic_scale, quantize
-from hpcjit.ops._tensors import accumulation_dtype, require
+from hpcjit.ops._tensors import accumulation_dtype, compiling, require
 from hpcjit.ops.layernorm._norm_plan import check_norm, norm_plan
 
 _DYNAMIC, _STATIC = 1, 2  # NormConfig.quant
@@ -143,7 +143,7 @@ def rmsnorm_quant_fp8(
         scale = out_scale
     if scale is None:
         scale = torch.empty((*input.shape[:-1], 1), dtype=torch.float32, device=input.device)
-    if torch.compiler.is_compiling():
+    if compiling("layernorm.rmsnorm_quant_fp8", backend):
         torch.ops.hpcjit.layernorm_rmsnorm_quant_fp8(input, residual, weight, eps, dynamic, out, scale)
     elif backend is None:
         rmsnorm_quant_fp8_op.fast(input, residual, weight, eps, dynamic, out, scale)

@@ -8,7 +8,7 @@ import torch
 
 from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
-from hpcjit.ops._tensors import require
+from hpcjit.ops._tensors import compiling, require
 from hpcjit.ops.moe import _fused_moe_args, _fused_moe_plan, _fused_moe_reference
 from hpcjit.ops.moe._fused_moe_args import FusedMoeArgs
 from hpcjit.spec import KernelBackend
@@ -114,7 +114,7 @@ def fused_moe(
     scales = (w13_scale, w2_scale, x_scale)
     options = (quant, activation, shared_output, expert_offset, apply_weights_on_input)
     args = (x, w13, w2, topk_ids, topk_weights, *scales, *options, out)
-    if torch.compiler.is_compiling():
+    if compiling("moe.fused_moe", backend):
         torch.ops.hpcjit.moe_fused_moe(*args)
     elif backend is None:
         fused_moe_op.fast(*args)

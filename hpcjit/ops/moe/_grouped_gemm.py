@@ -12,7 +12,7 @@ from hpcjit.build import Config, Template
 from hpcjit.errors import ArgumentError
 from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
-from hpcjit.ops._tensors import distinct, overwrites_none, require
+from hpcjit.ops._tensors import compiling, distinct, overwrites_none, require
 from hpcjit.ops.gemm._router_gemm import tf32
 from hpcjit.ops.moe import _fused_moe_args, _fused_moe_reference
 from hpcjit.ops.moe._fused_moe_args import BLOCK, MAX_EXPERTS, MAX_PAIRS, MAX_SIZE, QUANT, ceil_div
@@ -223,7 +223,7 @@ def grouped_gemm(
     if out is None:
         out = x.new_empty((x.shape[0], weight.shape[1]), dtype=torch.bfloat16)
     args = (x, weight, tiles, num_tiles, tile_rows, x_scale, weight_scale, quant, out)
-    if torch.compiler.is_compiling():
+    if compiling("moe.grouped_gemm", backend):
         torch.ops.hpcjit.moe_grouped_gemm(*args)
     elif backend is None:
         grouped_gemm_op.fast(*args)

@@ -8,6 +8,7 @@ import torch
 
 from hpcjit.fused_op import define
 from hpcjit.ops import _peers
+from hpcjit.ops._tensors import compiling
 from hpcjit.ops.moe._gate import GateOp, outputs
 from hpcjit.spec import KernelBackend
 
@@ -95,7 +96,7 @@ def grouped_topk(
     weights, ids = outputs(GroupedTopkOp.op, logits, top_k, num_shared_experts, weights, ids)
     args = (logits, top_k, num_groups, topk_groups, scoring, renormalize, scaling_factor, num_shared_experts)
     tensors = (bias, num_valid_tokens, weights, ids)
-    if torch.compiler.is_compiling():
+    if compiling("moe.grouped_topk", backend):
         torch.ops.hpcjit.moe_grouped_topk(*args, *tensors)
     elif backend is None:
         grouped_topk_op.fast(*args, *tensors)

@@ -14,7 +14,7 @@ from hpcjit.errors import ArgumentError
 from hpcjit.fused_op import define
 from hpcjit.jit_op import JitOp, Plan
 from hpcjit.ops import _peers
-from hpcjit.ops._tensors import overwrites_none, require
+from hpcjit.ops._tensors import compiling, overwrites_none, require
 from hpcjit.spec import KernelBackend
 
 MAX_EXPERTS = 1024
@@ -254,7 +254,7 @@ def moe_align_block_size(
     if num_tokens_post_padded is None:
         num_tokens_post_padded = topk_ids.new_empty(1, dtype=torch.int32)
     outputs = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    if torch.compiler.is_compiling():
+    if compiling("moe.moe_align_block_size", backend):
         torch.ops.hpcjit.moe_moe_align_block_size(topk_ids, num_experts, block_size, expert_map, *outputs)
     elif backend is None:
         moe_align_block_size_op.fast(topk_ids, num_experts, block_size, expert_map, *outputs)

@@ -12,7 +12,7 @@ from hpcjit.build import Config, Template
 from hpcjit.errors import ArgumentError
 from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
-from hpcjit.ops._tensors import require
+from hpcjit.ops._tensors import compiling, require
 from hpcjit.ops.moe._fused_moe_args import MAX_EXPERTS, MAX_PAIRS, ceil_div
 from hpcjit.ops.moe._fused_moe_plan import MAX_PLAN_BLOCKS, ONE_BLOCK, max_tiles, plan_threads
 from hpcjit.spec import KernelBackend
@@ -196,7 +196,7 @@ def moe_plan(
     if num_tiles is None:
         num_tiles = topk_ids.new_zeros(1, dtype=torch.int32)
     outputs = (sorted_pairs, positions, tiles, num_tiles)
-    if torch.compiler.is_compiling():
+    if compiling("moe.moe_plan", backend):
         torch.ops.hpcjit.moe_moe_plan(topk_ids, num_experts, tile_rows, expert_offset, *outputs)
     elif backend is None:
         moe_plan_op.fast(topk_ids, num_experts, tile_rows, expert_offset, *outputs)

@@ -14,7 +14,7 @@ from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
 from hpcjit.ops import _peers
 from hpcjit.ops._rows import AT_END, AT_START, TYPE_NAMES, streams, vector_width
-from hpcjit.ops._tensors import FLOATS, accumulation_dtype, overwrites_none, require
+from hpcjit.ops._tensors import FLOATS, accumulation_dtype, compiling, overwrites_none, require
 from hpcjit.spec import KernelBackend
 
 _MAX_BATCH = 8  # pairs that a thread loads at once
@@ -188,7 +188,7 @@ def moe_sum_reduce(
     require(MoeSumReduceOp.op, "x", x, 3)
     if out is None:
         out = x.new_empty((x.shape[0], x.shape[2]))
-    if torch.compiler.is_compiling():
+    if compiling("moe.moe_sum_reduce", backend):
         torch.ops.hpcjit.moe_moe_sum_reduce(x, scaling_factor, weights, out)
     elif backend is None:
         moe_sum_reduce_op.fast(x, scaling_factor, weights, out)

@@ -10,7 +10,7 @@ from hpcjit import checks
 from hpcjit.errors import ArgumentError
 from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
-from hpcjit.ops._tensors import accumulation_dtype, distinct, overwrites_none, require
+from hpcjit.ops._tensors import accumulation_dtype, compiling, distinct, overwrites_none, require
 from hpcjit.ops.gemm import _router_plan
 from hpcjit.ops.gemm._router_gemm import check_factors, router_gemm_op
 from hpcjit.ops.moe import _router_topk_plan
@@ -213,7 +213,7 @@ def router_topk(
         weights, ids = outputs(RouterTopkOp.op, like, top_k, num_shared_experts, weights, ids)
     args = (x, weight, top_k, scoring, num_groups, topk_groups, renormalize, scaling_factor, num_shared_experts, mode)
     tensors = (bias, num_valid_tokens, logits, weights, ids)
-    if torch.compiler.is_compiling():
+    if compiling("moe.router_topk", backend):
         torch.ops.hpcjit.moe_router_topk(*args, *tensors)
     elif backend is None:
         router_topk_op.fast(*args, *tensors)

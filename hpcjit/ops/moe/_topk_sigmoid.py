@@ -8,6 +8,7 @@ import torch
 
 from hpcjit.fused_op import define
 from hpcjit.ops import _peers
+from hpcjit.ops._tensors import compiling
 from hpcjit.ops.moe._gate import GateOp, outputs
 from hpcjit.spec import KernelBackend
 
@@ -82,7 +83,7 @@ def topk_sigmoid(
     """
     weights, ids = outputs(TopkSigmoidOp.op, logits, top_k, num_shared_experts, weights, ids)
     args = (logits, top_k, renormalize, scaling_factor, num_shared_experts, bias, num_valid_tokens, weights, ids)
-    if torch.compiler.is_compiling():
+    if compiling("moe.topk_sigmoid", backend):
         torch.ops.hpcjit.moe_topk_sigmoid(*args)
     elif backend is None:
         topk_sigmoid_op.fast(*args)

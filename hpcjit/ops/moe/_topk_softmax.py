@@ -8,6 +8,7 @@ import torch
 
 from hpcjit.fused_op import define
 from hpcjit.ops import _peers
+from hpcjit.ops._tensors import compiling
 from hpcjit.ops.moe._gate import GateOp, outputs
 from hpcjit.spec import KernelBackend
 
@@ -80,7 +81,7 @@ def topk_softmax(
     weights, ids = outputs(TopkSoftmaxOp.op, logits, top_k, num_shared_experts, weights, ids)
     args = (logits, top_k, renormalize, softcap, scaling_factor, num_shared_experts)
     tensors = (bias, num_valid_tokens, weights, ids)
-    if torch.compiler.is_compiling():
+    if compiling("moe.topk_softmax", backend):
         torch.ops.hpcjit.moe_topk_softmax(*args, *tensors)
     elif backend is None:
         topk_softmax_op.fast(*args, *tensors)

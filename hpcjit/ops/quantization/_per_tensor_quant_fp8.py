@@ -9,7 +9,7 @@ from hpcjit.fused_op import define
 from hpcjit.jit_op import JitOp, Plan
 from hpcjit.ops import _peers
 from hpcjit.ops._fp8 import dynamic_scale, quantize
-from hpcjit.ops._tensors import accumulation_dtype, require
+from hpcjit.ops._tensors import accumulation_dtype, compiling, require
 from hpcjit.ops.quantization._fp8_plans import check_dense_scale, check_input, check_out, tensor_quant_plan
 
 
@@ -82,7 +82,7 @@ def per_tensor_quant_fp8(
     dynamic = scale is None
     if scale is None:
         scale = torch.empty(1, dtype=torch.float32, device=input.device) if out_scale is None else out_scale
-    if torch.compiler.is_compiling():
+    if compiling("quantization.per_tensor_quant_fp8", backend):
         torch.ops.hpcjit.quantization_per_tensor_quant_fp8(input, dynamic, out, scale)
     elif backend is None:
         per_tensor_quant_fp8_op.fast(input, dynamic, out, scale)

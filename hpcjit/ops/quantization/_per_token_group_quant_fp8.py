@@ -9,7 +9,7 @@ from hpcjit.fused_op import define
 from hpcjit.jit_op import JitOp, Plan
 from hpcjit.ops import _peers
 from hpcjit.ops._fp8 import group_quantize
-from hpcjit.ops._tensors import accumulation_dtype, require
+from hpcjit.ops._tensors import accumulation_dtype, compiling, require
 from hpcjit.ops.quantization._fp8_plans import (
     check_group_scale,
     check_group_size,
@@ -97,7 +97,7 @@ def per_token_group_quant_fp8(
     if out_scale is None:
         check_group_size(PerTokenGroupQuantFp8Op.op, group_size, input)
         out_scale = empty_group_scale(PerTokenGroupQuantFp8Op.op, out, group_size, column_major_scales)
-    if torch.compiler.is_compiling():
+    if compiling("quantization.per_token_group_quant_fp8", backend):
         torch.ops.hpcjit.quantization_per_token_group_quant_fp8(input, group_size, scale_ue8m0, out, out_scale)
     elif backend is None:
         per_token_group_quant_fp8_op.fast(input, group_size, scale_ue8m0, out, out_scale)

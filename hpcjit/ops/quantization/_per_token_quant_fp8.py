@@ -8,7 +8,7 @@ from hpcjit.fused_op import define
 from hpcjit.jit_op import JitOp, Plan
 from hpcjit.ops import _peers
 from hpcjit.ops._fp8 import dynamic_scale, quantize
-from hpcjit.ops._tensors import accumulation_dtype, require
+from hpcjit.ops._tensors import accumulation_dtype, compiling, require
 from hpcjit.ops.quantization._fp8_plans import check_dense_scale, check_input, check_out, row_quant_plan
 
 
@@ -77,7 +77,7 @@ def per_token_quant_fp8(
         out = torch.empty(input.shape, dtype=torch.float8_e4m3fn, device=input.device)
     if out_scale is None:
         out_scale = torch.empty((*input.shape[:-1], 1), dtype=torch.float32, device=input.device)
-    if torch.compiler.is_compiling():
+    if compiling("quantization.per_token_quant_fp8", backend):
         torch.ops.hpcjit.quantization_per_token_quant_fp8(input, out, out_scale)
     elif backend is None:
         per_token_quant_fp8_op.fast(input, out, out_scale)
