@@ -1,4 +1,4 @@
-// Results that a sum over split weights (router_split.cuh) could not give: where it is NaN, the plain fp32 dot product
+// Results that a sum over split weights (term_split.cuh) could not give: where it is NaN, the plain fp32 dot product
 // decides. So infinities, and weights that a term cannot hold, cost time and not the result.
 //
 // Params has `x`, `weight`, `x_stride`, `weight_stride` (elements) and `hidden_size`.

@@ -54,7 +54,7 @@ def prepare_router_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
         w_high = bf16(weight)        w_low = bf16((weight - w_high) * 256)
 
     Both are rounded to nearest; `w_high + w_low / 256` is off by at most 2^-17 of the weight, or 2^-142 where that is more. A
-    weight that changes must be split anew; `router_gemm` splits at each call instead, and is as fast.
+    weight that changes must be split anew; `router_gemm` splits at each call instead.
 
     Args:
         weight: float32, any shape. From about 3.396e38 on the high part is infinite, and the low one NaN or

@@ -105,7 +105,7 @@ def _fits(config: RouterTileConfig) -> bool:
 
 
 def cost(config: RouterTileConfig, num_tokens: int, num_experts: int, hidden_size: int, num_sms: int) -> float:
-    """Microseconds that a launch should take on an H200. The constants are fitted: docs/perf/router_gemm.md."""
+    """Microseconds that a launch should take on an H200. docs/perf/router_gemm.md says where the constants are from."""
     cluster = config.splits * config.share
     tiles = -(-num_tokens // (config.tokens * config.share)) * -(-num_experts // (64 * config.groups))
     room = max(1, CLUSTERS[cluster][config.blocks_per_sm - 1] * num_sms // H200_SMS)

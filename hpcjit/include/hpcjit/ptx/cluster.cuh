@@ -1,23 +1,13 @@
-// Blocks of a cluster: who they are, their barrier, and access to each other's shared memory (SM 9.0).
+// Blocks of a cluster: their barrier, and writes to each other's shared memory (SM 9.0).
 //
-// A block must have started before its memory is touched (a barrier that all arrive at when they start), and must not end
-// while another may still touch it. What a thread wrote to shared memory of any block before arrive() is seen by every
-// thread of the cluster after wait(). That release is a fence of the whole GPU; where nothing was written,
-// arrive_relaxed() costs nothing. store4_async() tells the receiver by its mbarrier, and needs neither.
+// The barrier orders no memory: an arrive that does costs a fence of the whole GPU. It says who has started and who is done;
+// data goes by copies and stores that an mbarrier of the receiver counts. A block must not end while another may still read
+// its memory or write to it: arrive_relaxed() after the last such access, and wait() before the end.
 #pragma once
 #include <stdint.h>
 
 namespace hpcjit::cluster {
 
-__device__ __forceinline__ uint32_t rank() {
-  uint32_t x;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(x));
-  return x;
-}
-
-__device__ __forceinline__ void arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
 __device__ __forceinline__ void arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -30,20 +20,6 @@ __device__ __forceinline__ uint32_t map(uint32_t address, uint32_t rank) {
   uint32_t y;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(y) : "r"(address), "r"(rank));
   return y;
-}
-
-__device__ __forceinline__ float load(uint32_t mapped) {
-  float x;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(mapped) : "memory");
-  return x;
-}
-__device__ __forceinline__ float4 load4(uint32_t mapped) {
-  float4 x;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(mapped)
-               : "memory");
-  return x;
 }
 
 // Counts 16 bytes at `mapped_barrier`, which lies in the same block as `mapped`, when they have arrived.
