@@ -11,7 +11,6 @@ from hpcjit.jit_op import NOTHING, JitOp, Plan
 from hpcjit.ops._tensors import compiling, require
 from hpcjit.ops.moe import _fused_moe_args, _fused_moe_plan, _fused_moe_reference
 from hpcjit.ops.moe._fused_moe_args import FusedMoeArgs
-from hpcjit.spec import KernelBackend
 
 
 class FusedMoeOp(JitOp):
@@ -22,7 +21,6 @@ class FusedMoeOp(JitOp):
         " bool apply_weights_on_input, Tensor(a!) out) -> ()"
     )
     trace_values = ("topk_ids:histogram",)
-    priority = (KernelBackend.TORCH,)  # the kernels have not run on a GPU yet: they must be asked for
 
     def check(self, *args: Any) -> None:
         _fused_moe_args.check(self.op, FusedMoeArgs(*args))

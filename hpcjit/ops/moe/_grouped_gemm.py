@@ -17,7 +17,6 @@ from hpcjit.ops.gemm._router_gemm import tf32
 from hpcjit.ops.moe import _fused_moe_args, _fused_moe_reference
 from hpcjit.ops.moe._fused_moe_args import BLOCK, MAX_EXPERTS, MAX_PAIRS, MAX_SIZE, QUANT, ceil_div
 from hpcjit.ops.moe._fused_moe_plan import blocks_of_sm, row_stride
-from hpcjit.spec import KernelBackend
 
 TILE_ROWS = (16, 32, 64, 128)
 _FEATURES = 128  # of an item
@@ -66,7 +65,6 @@ class GroupedGemmOp(JitOp):
         "(Tensor x, Tensor weight, Tensor tiles, Tensor num_tiles, int tile_rows, Tensor? x_scale,"
         " Tensor? weight_scale, str quant, Tensor(a!) out) -> ()"
     )
-    priority = (KernelBackend.TORCH,)  # the kernels have not run on a GPU yet: they must be asked for
 
     def check(self, *args: Any) -> None:
         a = GroupedGemmArgs(*args)

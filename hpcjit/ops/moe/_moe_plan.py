@@ -15,7 +15,6 @@ from hpcjit.jit_op import NOTHING, JitOp, Plan
 from hpcjit.ops._tensors import compiling, require
 from hpcjit.ops.moe._fused_moe_args import MAX_EXPERTS, MAX_PAIRS, ceil_div
 from hpcjit.ops.moe._fused_moe_plan import MAX_PLAN_BLOCKS, ONE_BLOCK, max_tiles, plan_threads
-from hpcjit.spec import KernelBackend
 
 MAX_TILE_ROWS = 1024
 
@@ -59,7 +58,6 @@ class MoePlanOp(JitOp):
         " Tensor(b!) positions, Tensor(c!) tiles, Tensor(d!) num_tiles) -> ()"
     )
     trace_values = ("topk_ids:histogram",)
-    priority = (KernelBackend.TORCH,)  # the kernels have not run on a GPU yet: they must be asked for
 
     def check(self, *args: Any) -> None:
         a = PlanArgs(*args)
