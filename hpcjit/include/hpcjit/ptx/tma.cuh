@@ -1,4 +1,4 @@
-// Bulk copies of boxes of a tensor into shared memory, described by a tensor map (SM 9.0). One thread issues a copy;
+// Bulk copies into shared memory: boxes of a tensor, described by a tensor map, and plain bytes (SM 9.0). One thread issues a copy;
 // what lies outside the tensor arrives as zeros and counts in the bytes.
 #pragma once
 #include <stdint.h>
@@ -16,6 +16,24 @@ __device__ __forceinline__ void load(uint32_t target, const void* map, int colum
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
       "[%4];" ::"r"(target),
       "l"(map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+// Box of a map with three dimensions.
+__device__ __forceinline__ void load(uint32_t target, const void* map, int column, int row, int depth,
+                                     uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+      "[%5];" ::"r"(target),
+      "l"(map), "r"(column), "r"(row), "r"(depth), "r"(barrier)
+      : "memory");
+}
+
+// `bytes` as they lie: both addresses and the size are multiples of 16.
+__device__ __forceinline__ void load_bytes(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+      "l"(source), "r"(bytes), "r"(barrier)
       : "memory");
 }
 
