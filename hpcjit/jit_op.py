@@ -102,6 +102,13 @@ class JitOp(BaseFusedOp):
         """Raise an `ArgumentError` if the call is not one that the operator takes, on any device."""
         raise NotImplementedError
 
+    def check_values(self, *args: Any) -> None:
+        """Raise an `ArgumentError` for values that no call may have, such as ids out of range; may read from the device.
+
+        Called in debug mode, before the launch or the reference, unless a graph is being captured. For operators whose device
+        code looks at every such value anyway `Plan.fault_text` is the other way.
+        """
+
     def plan(self, *args: Any) -> Plan | str:
         """The plan for arguments that passed `check`, or NOTHING. Meta tensors do: prewarming makes plans without memory."""
         raise NotImplementedError
@@ -120,6 +127,8 @@ class JitOp(BaseFusedOp):
 
     def forward_native(self, *args: Any) -> None:
         self.check(*args)
+        if settings.read().debug and not launch.capturing():
+            self.check_values(*args)
         with own_precision(args):
             self.reference(*args)
 
@@ -205,7 +214,10 @@ def _watched(
         stream = launch.raw_stream(device)
         block = workspace.NO_BLOCK if need is None else need.provide(stream)
         record, address = None, 0
-        if debug and plan.fault_text and not launch.capturing():
+        watching = debug and not launch.capturing()
+        if watching:
+            op.check_values(*args)
+        if watching and plan.fault_text:
             record = torch.zeros(4, dtype=torch.int64, device=f"cuda:{device}")
             address = record.data_ptr()
         slots = [

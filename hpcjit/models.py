@@ -118,6 +118,12 @@ def _sum_reduce(m: Make, top_k: int, hidden_size: int) -> Any:
     return ops.moe.moe_sum_reduce(m.rows(top_k, hidden_size))
 
 
+def _reduce(m: Make, top_k: int, hidden_size: int) -> Any:
+    rows = m.weight(m.tokens * top_k, hidden_size)
+    positions, weights = (m.weight(m.tokens, top_k, dtype=dtype) for dtype in (torch.int32, torch.float32))
+    return ops.moe.moe_reduce(rows, positions, weights)
+
+
 def _plan(m: Make, num_experts: int, top_k: int) -> Any:
     return ops.moe.moe_plan(m.weight(m.tokens, top_k, dtype=torch.int32), num_experts, TILE_ROWS)
 
@@ -214,6 +220,7 @@ USAGES: dict[str, Usage] = {
     "moe.moe_align_block_size": Usage(("num_experts", "top_k"), _align),
     "moe.moe_sum_reduce": Usage(("top_k", "hidden_size"), _sum_reduce),
     "moe.moe_plan": Usage(("num_experts", "top_k"), _plan),
+    "moe.moe_reduce": Usage(("top_k", "hidden_size"), _reduce),
     "moe.grouped_gemm": Usage(("num_experts", "top_k", "hidden_size"), _grouped_gemm),
     "moe.fused_moe": Usage(("num_experts", "top_k", "hidden_size"), _fused_moe, fp8=True),
 }

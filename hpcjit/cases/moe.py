@@ -12,6 +12,7 @@ from hpcjit.ops.moe._moe_align_block_size import sorted_size
 _DEMO = frozenset({"demo", "bench"})
 _BENCH = frozenset({"bench"})
 
+BF16 = torch.bfloat16
 _TOKENS = (1, 32, 2048, 8192)
 _NEAR = 5e-7  # a few roundings of scores up to 1
 
@@ -125,6 +126,16 @@ def _sum_reduce(tokens: int, hidden: int, weighted: bool) -> Make:
     return make
 
 
+def reduce_args(m: Maker, tokens: int, top_k: int, hidden: int, shared: bool, dtype: torch.dtype = BF16) -> Args:
+    """Every pair has a row, in random order."""
+    pairs = tokens * top_k
+    rows = m.normal(pairs, hidden, dtype=dtype)
+    positions = m.permutation(pairs, dtype=torch.int32).view(tokens, top_k)
+    weights = m.normal(tokens, top_k, dtype=torch.float32).softmax(-1)
+    shared_output = m.normal(tokens, hidden, dtype=dtype) if shared else None
+    return rows, positions, weights, shared_output, m.poison(tokens, hidden, dtype=dtype)
+
+
 CASES = [
     *(
         _gate("moe.topk_softmax", f"{tokens}x{experts}x8", tokens, experts, _topk_softmax(tokens, experts), demo)
@@ -175,6 +186,17 @@ CASES = [
             tags=_DEMO if (tokens, weighted) == (32, False) else _BENCH,
         )
         for hidden, weighted in ((4096, False), (7168, True))
+        for tokens in _TOKENS
+    ),
+    *(
+        Case(
+            "moe.moe_reduce",
+            f"{tokens}x8x{hidden}{' shared' * shared}",
+            lambda m, call=(tokens, 8, hidden, shared): reduce_args(m, *call),  # type: ignore[misc]
+            2 * tokens * hidden * (9 + shared) + 8 * 8 * tokens,
+            tags=_DEMO if (tokens, shared) == (32, False) else _BENCH,
+        )
+        for hidden, shared in ((4096, False), (7168, True))
         for tokens in _TOKENS
     ),
     *moe_experts.CASES,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from hpcjit.cases import Args, Maker
+from hpcjit.cases.moe import reduce_args
 from hpcjit.cases.moe_experts import FP8, Experts, grouped_args, plan_args
 from hpcjit.ops.moe._fused_moe_args import FusedMoeArgs
 
@@ -142,6 +144,34 @@ _GROUPED = [
 ]
 
 
+# (tokens, top_k, hidden, dtype, view, shared, why)
+_REDUCE = [
+    (1, 8, 4096, BF16, "plain", False, "one token"),
+    (33, 6, 7168, BF16, "dead", True, "pairs of nobody, and rows of NaN whose weight is 0"),
+    (7, 1, 64, torch.float16, "plain", True, "one pair; idle lanes"),
+    (7, 9, 1000, FP32, "plain", False, "one pair more than are loaded at once; no multiple of a block"),
+    (5, 32, 257, BF16, "plain", True, "odd columns: element accesses; many pairs"),
+    (5, 4, 512, BF16, "views", True, "rows with gaps everywhere"),
+    (1100, 8, 2048, BF16, "dead", False, "large enough to bypass the caches"),
+    (0, 8, 4096, BF16, "plain", True, "no tokens"),
+]
+
+
+def _reduce(m: Maker, call: tuple[Any, ...]) -> Args:
+    tokens, top_k, hidden, dtype, how, shared = call
+    rows, positions, weights, added, out = reduce_args(m, tokens, top_k, hidden, shared, dtype)
+    if how == "dead" and not rows.is_meta:
+        positions[0], positions[1::2, 3], weights[:, 1] = -1, -1, 0.0
+        rows[positions[1:, 1].clamp_min(0).long()] = NAN
+        weights[3, 2] = 0.0
+    if how == "views":
+        wide = m.poison(tokens, top_k + 3, dtype=INT32)
+        wide[:, :top_k] = positions
+        positions, rows, weights, out = wide[:, :top_k], gaps(rows, 8), gaps(weights, 2), gaps(out, 16)
+        added = None if added is None else gaps(added, 24)
+    return rows, positions, weights, added, out
+
+
 def _plan(m: Maker, call: tuple[int, ...]) -> Args:
     tokens, experts, top_k, rows, offset, spread = call
     args = plan_args(m, tokens, experts, top_k, rows, offset, spread)
@@ -157,6 +187,9 @@ def calls() -> Iterator[tuple[str, str, Callable[[Maker], Args], str]]:
     for *call, why in _PLANS:
         label = f"{call[0]}x{call[2]} of {call[1]} by {call[3]} from {call[4]}"
         yield "moe.moe_plan", label, lambda m, call=call: _plan(m, call), why
+    for *call, why in _REDUCE:
+        label = f"{'x'.join(map(str, call[:3]))} {str(call[3])[6:]} {call[4]}{' shared' * call[5]}"
+        yield "moe.moe_reduce", label, lambda m, call=call: _reduce(m, call), why
     for *call, why in _GROUPED:
         label = f"{call[0]}x{call[2]}x{call[3]} of {call[1]} {call[5]}"
         yield "moe.grouped_gemm", label, lambda m, call=call: grouped_args(m, *call), why

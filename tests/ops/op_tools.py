@@ -39,6 +39,7 @@ OPS = [
     "moe.moe_sum_reduce",
     "moe.fused_moe",
     "moe.moe_plan",
+    "moe.moe_reduce",
     "moe.grouped_gemm",
     "attention.decode",
     "attention.merge_state",
@@ -89,6 +90,8 @@ def as_public(op: str, args: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]
         return list(args[:3]), dict(list(named.items())[3:])
     if name == "moe_plan":
         return list(args[:3]), {key: value for key, value in named.items() if key in operator(op).arguments[3:]}
+    if name == "moe_reduce":
+        return list(args[:3]), {"shared_output": args[3], "out": args[4]}
     if name == "grouped_gemm":
         return list(args[:5]), {key: value for key, value in named.items() if key in operator(op).arguments[5:]}
     if name == "decode":

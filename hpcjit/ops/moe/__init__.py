@@ -19,6 +19,7 @@ _BACKENDS = {
     "moe_sum_reduce": _JIT | SGLANG | TRITON,
     "fused_moe": {KernelBackend.JIT: _HOPPER},
     "moe_plan": _JIT,
+    "moe_reduce": _JIT | TRITON,
     "grouped_gemm": {KernelBackend.JIT: _HOPPER},
 }
 

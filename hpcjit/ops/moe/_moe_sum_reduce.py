@@ -17,10 +17,10 @@ from hpcjit.ops._rows import AT_END, AT_START, TYPE_NAMES, streams, vector_width
 from hpcjit.ops._tensors import FLOATS, accumulation_dtype, compiling, overwrites_none, require
 from hpcjit.spec import KernelBackend
 
-_MAX_BATCH = 8  # pairs that a thread loads at once
-_THREADS = (256, 192, 128, 96, 64, 32)
+MAX_BATCH = 8  # pairs that a thread loads at once
+THREADS = (256, 192, 128, 96, 64, 32)
 _FEW_VECS = 132 * 64 * 8  # eight small blocks on each SM of an H200
-_MAX_BLOCKS = 2**31 - 1
+MAX_BLOCKS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class SumReduceConfig(Config):
     vec: int = 8
     batch: int = 8
     has_weights: bool = False
+    has_positions: bool = False
+    has_shared: bool = False
     stream: bool = False
     trigger: int = 0
     pdl: bool = True
@@ -41,17 +43,8 @@ SUM_REDUCE = Template(
     entry="hpcjit::moe::SumReduce",
     config=SumReduceConfig,
     params=(
-        "x",
-        "weights",
-        "out",
-        "num_tokens",
-        "top_k",
-        "hidden_size",
-        "token_stride",
-        "pair_stride",
-        "weights_stride",
-        "out_stride",
-        "scaling_factor",
+        *("x", "positions", "weights", "shared", "out", "num_tokens", "top_k", "hidden_size", "token_stride"),
+        *("pair_stride", "positions_stride", "weights_stride", "shared_stride", "out_stride", "scaling_factor"),
     ),
 )
 
@@ -80,8 +73,8 @@ class MoeSumReduceOp(JitOp):
         checks.tensor(self.op, "out", a.out, dtypes=(a.x.dtype,), shape=(num_tokens, hidden_size), like=a.x)
         checks.rows(self.op, "out", a.out, written=True)
         overwrites_none(self.op, "out", a.out, {"x": a.x, "weights": a.weights})
-        if num_tokens * -(-hidden_size // _THREADS[-1]) > _MAX_BLOCKS:
-            raise ArgumentError(self.op, "x", f"at most {_MAX_BLOCKS} pieces of 32 columns", checks.describe(a.x))
+        if num_tokens * -(-hidden_size // THREADS[-1]) > MAX_BLOCKS:
+            raise ArgumentError(self.op, "x", f"at most {MAX_BLOCKS} pieces of 32 columns", checks.describe(a.x))
         checks.no_grad(self.op, x=a.x, weights=a.weights, out=a.out)
 
     def plan(self, *args: Any) -> Plan | str:
@@ -96,9 +89,9 @@ class MoeSumReduceOp(JitOp):
         large = streams(a.x.numel() * a.x.element_size())
         config = SumReduceConfig(
             TYPE_NAMES[a.x.dtype],
-            threads=_threads(hidden_size // vec, num_tokens),
+            threads=block_threads(hidden_size // vec, num_tokens),
             vec=vec,
-            batch=min(top_k, _MAX_BATCH),
+            batch=min(top_k, MAX_BATCH),
             has_weights=a.weights is not None,
             stream=large,
             trigger=AT_END if large else AT_START,
@@ -109,6 +102,7 @@ class MoeSumReduceOp(JitOp):
             "hidden_size": hidden_size,
             "token_stride": token_stride,
             "pair_stride": pair_stride,
+            **dict.fromkeys(("positions", "positions_stride", "shared", "shared_stride"), 0),
             "weights_stride": 0 if a.weights is None else checks.rows(self.op, "weights", a.weights)[1],
             "out_stride": out_stride,
         }
@@ -145,11 +139,11 @@ class MoeSumReduceOp(JitOp):
         _triton.sum_reduce(self.op, *SumReduceArgs(*args))
 
 
-def _threads(num_vecs: int, num_tokens: int) -> int:
+def block_threads(num_vecs: int, num_tokens: int) -> int:
     """Of a block, which lies within a token: the largest that leaves the fewest idle, or the least if all run at once."""
     if num_vecs * num_tokens <= _FEW_VECS:
         return 64 if num_vecs % 64 == 0 else 32
-    return min(_THREADS, key=lambda threads: -(-num_vecs // threads) * threads)
+    return min(THREADS, key=lambda threads: -(-num_vecs // threads) * threads)
 
 
 moe_sum_reduce_op = MoeSumReduceOp()

@@ -10,6 +10,7 @@ import triton.language as tl
 from hpcjit import checks
 from hpcjit.ops._triton import refuse
 from hpcjit.ops.moe._gate import GateArgs
+from hpcjit.ops.moe._moe_reduce import ReduceArgs
 
 _INF = tl.constexpr(float("inf"))
 _NEVER = tl.constexpr(-(2**31))  # key of padding and of what has been chosen
@@ -147,4 +148,47 @@ def sum_reduce(
             TOP_K=top_k,
             BLOCK=block,
             num_warps=4,
+        )
+
+
+@triton.jit
+def _reduce_kernel(
+    rows,
+    positions,
+    weights,
+    shared,  # or None
+    out,
+    hidden_size,
+    row_stride,
+    positions_stride,
+    weights_stride,
+    shared_stride,
+    out_stride,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < hidden_size
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in range(TOP_K):
+        position = tl.load(positions + token * positions_stride + k).to(tl.int64)
+        weight = tl.load(weights + token * weights_stride + k)
+        live = column < tl.where((weight == 0.0) | (position < 0), 0, hidden_size)  # others are not read
+        total += tl.load(rows + position * row_stride + column, mask=live, other=0.0).to(tl.float32) * weight
+    if shared is not None:
+        total += tl.load(shared + token * shared_stride + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + token * out_stride + column, total.to(out.dtype.element_ty), mask=mask)
+
+
+def reduce(op: str, a: ReduceArgs) -> None:
+    hidden_size = a.rows.shape[1]
+    if not a.out.numel():
+        return
+    block = min(triton.next_power_of_2(hidden_size), 1024)
+    tensors = (a.rows, a.positions, a.topk_weights, a.shared_output, a.out)
+    strides = [0 if x is None else checks.rows(op, name, x)[1] for name, x in zip(a._fields, tensors, strict=True)]
+    with torch.cuda.device_of(a.rows):
+        _reduce_kernel[(a.out.shape[0], triton.cdiv(hidden_size, block))](
+            *(*tensors, hidden_size, *strides), TOP_K=a.positions.shape[1], BLOCK=block, num_warps=4
         )
