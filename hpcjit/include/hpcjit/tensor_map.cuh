@@ -46,10 +46,9 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, const void* data, const c
   if (encode == nullptr) return cudaErrorNotSupported;
   constexpr cuuint32_t kSteps[3] = {1, 1, 1};
   const auto swizzle = box[0] * kElementBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
-  const CUresult status =
-      encode(&map, kType, kRank, const_cast<void*>(data), sizes, strides, box, kSteps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status = encode(&map, kType, kRank, const_cast<void*>(data), sizes, strides, box, kSteps,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -64,10 +63,10 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, const Matrix& matrix, int
 // The matrix as chunks of `columns` columns, a box being `rows` rows of `chunks` of them, chunk by chunk: an element's
 // coordinates are its column in the chunk, its row and the chunk. The matrix has whole chunks.
 template <CUtensorMapDataType kType, int kElementBytes>
-inline cudaError_t encode_chunked_map(CUtensorMap& map, const Matrix& matrix, int rows, int columns, int chunks) {
+inline cudaError_t encode_chunked_map(CUtensorMap& map, const Matrix& matrix, int rows, int columns,
+                                      int chunks) {
   return encode_tensor_map<kType, kElementBytes, 3>(
-      map, matrix.data,
-      {cuuint64_t(columns), cuuint64_t(matrix.rows), cuuint64_t(matrix.columns / columns)},
+      map, matrix.data, {cuuint64_t(columns), cuuint64_t(matrix.rows), cuuint64_t(matrix.columns / columns)},
       {cuuint64_t(matrix.row_bytes), cuuint64_t(columns * kElementBytes)},
       {cuuint32_t(columns), cuuint32_t(rows), cuuint32_t(chunks)});
 }

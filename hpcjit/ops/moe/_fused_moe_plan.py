@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-import torch
+from dataclasses import dataclass
 
 from hpcjit import checks, tune
 from hpcjit.build import Config, Template
 from hpcjit.jit_op import Plan
+from hpcjit.ops.moe import _fused_moe_mono
 from hpcjit.ops.moe._fused_moe_args import ACTIVATIONS, BLOCK, HIDDEN_GROUP, QUANT, FusedMoeArgs, ceil_div
+from hpcjit.ops.moe._fused_moe_space import Workspace, quantise_mode, row_stride, x_scale_strides
+from hpcjit.ops.moe._pair_sort import Sorters, sorters
 
-SCALE_GIVEN, SCALE_OF_ROW, SCALE_OF_GROUP = 1, 2, 3  # csrc/moe/fused_moe_rows.cuh
-
-FEW_PAIRS = 1024  # up to which a small block sorts them
-ONE_BLOCK = 4096  # up to which one block does
-MAX_PLAN_BLOCKS = 128
 _WIDE_ROWS = 32 << 20  # bytes of products in float32 that L2 holds; more of them are bfloat16
 _DOWN_FEATURES = 128  # of an item
-_ALIGNMENT = 256
 
 # The most rows of an expert, were all even, for which tiles of so many rows are made: most experts then have one.
 _MEAN_ROWS = {16: 8, 32: 20, 64: 48}
@@ -34,8 +29,9 @@ class FusedMoeConfig(Config):
     blocks_per_sm: int = 2
     activation: int = 1
     plan_threads: int = 1024
-    plan_per_thread: int = 1
+    plan_clustered: bool = False
     plan_counted: bool = False
+    plan_match: bool = False
     ids_strided: bool = False
     weights_on_input: bool = False
     has_shared: bool = False
@@ -77,57 +73,32 @@ def blocks_of_sm(rows: int) -> int:
     return 2 if rows <= 32 else 1
 
 
-def plan_threads(num_pairs: int) -> int:
-    """Of a block that sorts them."""
-    return 256 if num_pairs <= FEW_PAIRS else 1024
-
-
-@dataclass
-class Workspace:
-    """Offsets of what lies behind each other, each at a multiple of 256 bytes."""
-
-    size: int = 0
-    offsets: dict[str, int] = field(default_factory=dict)
-
-    def add(self, name: str, num_bytes: int) -> None:
-        self.offsets[f"at_{name}"] = self.size
-        self.size += ceil_div(num_bytes, _ALIGNMENT) * _ALIGNMENT
-
-
-def _quantise(a: FusedMoeArgs) -> int:
-    if not a.quantises:
-        return 0
-    if a.given_scale:
-        return SCALE_GIVEN
-    return SCALE_OF_GROUP if a.quant == "fp8_block" else SCALE_OF_ROW
-
-
-def _config(op: str, a: FusedMoeArgs) -> FusedMoeConfig:
+def _config(op: str, a: FusedMoeArgs, by: Sorters) -> FusedMoeConfig:
     num_pairs = a.topk_ids.numel()
     rows = tile_rows(num_pairs, a.num_experts)
-    threads = plan_threads(num_pairs)
     return FusedMoeConfig(
         weight_t="bf16" if a.quant == "bf16" else "e4m3",
         partial_t="fp32" if num_pairs * a.x.shape[1] * 4 <= _WIDE_ROWS else "bf16",
         quant=QUANT.index(a.quant),
-        quantise=_quantise(a),
+        quantise=quantise_mode(a),
         tokens=rows,
         blocks_per_sm=blocks_of_sm(rows),
         activation=1 + ACTIVATIONS.index(a.activation),
-        plan_threads=threads,
-        plan_per_thread=ceil_div(a.num_experts, threads),
-        plan_counted=num_pairs > ONE_BLOCK,
+        plan_threads=by.threads,
+        plan_clustered=by.clustered,
+        plan_counted=by.counted,
+        plan_match=by.match,
         ids_strided=checks.rows(op, "topk_ids", a.topk_ids)[1] != a.topk_ids.shape[1],
         weights_on_input=a.apply_weights_on_input,
         has_shared=a.shared_output is not None,
     )
 
 
-def _workspace(a: FusedMoeArgs, config: FusedMoeConfig, plan_blocks: int) -> Workspace:
+def _workspace(a: FusedMoeArgs, config: FusedMoeConfig, by: Sorters) -> Workspace:
     num_pairs, (tokens, hidden), inner = a.topk_ids.numel(), a.x.shape, a.intermediate_size
     fp8 = a.quant != "bf16"
     space = Workspace()
-    space.add("counts", 4 * plan_blocks * a.num_experts if config.plan_counted else 0)
+    space.add("counts", by.count_bytes(a.num_experts))
     space.add("sorted", 4 * num_pairs)
     space.add("position", 4 * num_pairs)
     space.add("tiles", 16 * (1 + max_tiles(num_pairs, a.num_experts, config.tokens)))
@@ -139,25 +110,19 @@ def _workspace(a: FusedMoeArgs, config: FusedMoeConfig, plan_blocks: int) -> Wor
     return space
 
 
-def _x_scale_strides(a: FusedMoeArgs, quantise: int) -> tuple[int, int]:
-    """Of tokens and of groups along a token."""
-    if quantise == SCALE_OF_ROW:
-        return 1, 0
-    if quantise == SCALE_OF_GROUP:
-        return ceil_div(a.x.shape[1], BLOCK), 1
-    if a.x_scale is None or a.x_scale.numel() == 1 or quantise == SCALE_GIVEN:
-        return 0, 0
-    return a.x_scale.stride(0), a.x_scale.stride(1) if a.quant == "fp8_block" else 0
-
-
 def plan(op: str, a: FusedMoeArgs) -> Plan:
-    config = _config(op, a)
+    """One launch for few tokens, a chain of launches for more."""
+    return _fused_moe_mono.plan(op, a) or chain_plan(op, a)
+
+
+def chain_plan(op: str, a: FusedMoeArgs) -> Plan:
     num_pairs = a.topk_ids.numel()
-    plan_blocks = min(ceil_div(num_pairs, ONE_BLOCK), MAX_PLAN_BLOCKS)
-    space = _workspace(a, config, plan_blocks)
+    by = sorters(num_pairs, a.num_experts, a.x.device)
+    config = _config(op, a, by)
+    space = _workspace(a, config, by)
     resident = tune.sm_count(a.x.device) * config.blocks_per_sm
     tiles = max_tiles(num_pairs, a.num_experts, config.tokens)
-    token_stride, group_stride = _x_scale_strides(a, config.quantise)
+    token_stride, group_stride = x_scale_strides(a, config.quantise)
     values: dict[str, int | float | str] = {
         "num_tokens": a.x.shape[0],
         "top_k": a.topk_ids.shape[1],
@@ -172,7 +137,7 @@ def plan(op: str, a: FusedMoeArgs) -> Plan:
         "weights_stride": checks.rows(op, "topk_weights", a.topk_weights)[1],
         "shared_stride": 0 if a.shared_output is None else row_stride(a.shared_output),
         "out_stride": row_stride(a.out),
-        "plan_blocks": plan_blocks,
+        "plan_blocks": by.blocks,
         "gate_up_blocks": min(resident, tiles * ceil_div(a.intermediate_size, HIDDEN_GROUP)),
         "down_blocks": min(resident, tiles * ceil_div(a.x.shape[1], _DOWN_FEATURES)),
         **space.offsets,
@@ -181,7 +146,3 @@ def plan(op: str, a: FusedMoeArgs) -> Plan:
         if getattr(a, name) is None:
             values[name] = 0
     return Plan(FUSED_MOE, config, values, workspace_bytes=space.size)
-
-
-def row_stride(x: torch.Tensor) -> int:
-    return x.stride(0) if x.shape[0] > 1 else x.shape[1]

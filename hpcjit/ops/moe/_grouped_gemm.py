@@ -16,7 +16,8 @@ from hpcjit.ops._tensors import compiling, distinct, overwrites_none, require
 from hpcjit.ops.gemm._router_gemm import tf32
 from hpcjit.ops.moe import _fused_moe_args, _fused_moe_reference
 from hpcjit.ops.moe._fused_moe_args import BLOCK, MAX_EXPERTS, MAX_PAIRS, MAX_SIZE, QUANT, ceil_div
-from hpcjit.ops.moe._fused_moe_plan import blocks_of_sm, row_stride
+from hpcjit.ops.moe._fused_moe_plan import blocks_of_sm
+from hpcjit.ops.moe._fused_moe_space import row_stride
 
 TILE_ROWS = (16, 32, 64, 128)
 _FEATURES = 128  # of an item

@@ -1,7 +1,7 @@
 // Blocks of a cluster: their barrier, and writes to each other's shared memory (SM 9.0).
 //
-// The barrier orders no memory: an arrive that does costs a fence of the whole GPU. It says who has started and who is done;
-// data goes by copies and stores that an mbarrier of the receiver counts. A block must not end while another may still read
+// arrive_relaxed() orders no memory: it says who has started and who is done; arrive() does, and costs a fence of the whole
+// GPU. Data goes by copies and stores that an mbarrier of the receiver counts. A block must not end while another may still read
 // its memory or write to it: arrive_relaxed() after the last such access, and wait() before the end.
 #pragma once
 #include <stdint.h>
@@ -10,6 +10,9 @@ namespace hpcjit::cluster {
 
 __device__ __forceinline__ void arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");

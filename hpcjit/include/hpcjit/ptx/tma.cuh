@@ -30,7 +30,8 @@ __device__ __forceinline__ void load(uint32_t target, const void* map, int colum
 }
 
 // `bytes` as they lie: both addresses and the size are multiples of 16.
-__device__ __forceinline__ void load_bytes(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier) {
+__device__ __forceinline__ void load_bytes(uint32_t target, const void* source, uint32_t bytes,
+                                           uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
       "l"(source), "r"(bytes), "r"(barrier)

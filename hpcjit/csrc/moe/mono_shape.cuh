@@ -1,0 +1,176 @@
+// Parameters, constants and shared memory of the mixture of experts in one launch; see mono.cuh.
+#pragma once
+#include "hpcjit/ptx/copy.cuh"
+#include "hpcjit/ptx/mbarrier.cuh"
+#include "hpcjit/types.cuh"
+#include "moe/grouped_shape.cuh"
+
+namespace hpcjit::moe {
+
+struct MonoParams {
+  const void* x;
+  const float* x_scale;  // FP8: [token][group of K], strides below
+  const float* w13_scale;
+  const float* w2_scale;
+  const int32_t* topk_ids;
+  const float* topk_weights;
+  const bf16* shared_output;
+  bf16* out;
+  void* hidden;         // [row][intermediate_size], e4m3 or bf16
+  float* hidden_scale;  // FP8: [row][intermediate_size / 16]
+  uint32_t*
+      counters;  // ticket, blocks that have ended, then for each tile warps that have written hidden rows
+  int64_t x_stride, x_scale_token_stride, x_scale_group_stride, ids_stride, weights_stride, shared_stride,
+      out_stride;
+  int num_tokens, top_k, num_experts, expert_offset, hidden_size, intermediate_size;
+};
+
+// Rows of an expert's result, at most Shape::kRows.
+struct MonoTile {
+  uint16_t expert, rows;
+  uint32_t first;
+};
+
+template <class Config>
+struct MonoShape {
+  using weight_t = typename Config::weight_t;
+  static constexpr bool kScaled = Config::kQuant != kQuantNone;
+  static constexpr int kBytes = int(sizeof(weight_t));
+  static constexpr int kComputing = 8, kThreads = 32 * (kComputing + 2);  // warps; and two that copy
+  static constexpr int kTokenTiles = Config::kTokenTiles, kRows = 8 * kTokenTiles;
+
+  // Gate-up: 16 features, a stage has a chunk of 128 bytes of K for each warp.
+  static constexpr int kFeatures = 16, kRowTiles = 2;
+  static constexpr int kChunk = 128, kChunkK = kChunk / kBytes, kChunks = kComputing;
+  static constexpr int kGateUpBox = kFeatures * kChunk * kChunks;
+  static constexpr int kRowPitch =
+      kChunk * kChunks + 16;  // 16: rows of a matrix fragment meet different banks
+
+  // Down: kColumns features, a stage has up to 256 bytes of K of kSlots tiles.
+  static constexpr int kColumns = Config::kColumns, kColumnTiles = kColumns / 16;
+  static constexpr int kSlots = kComputing / kColumnTiles;
+  static constexpr int kDownChunk = 64, kDownChunkK = kDownChunk / kBytes, kDownChunks = 4;
+  static constexpr int kDownK = kDownChunks * kDownChunkK;
+  static constexpr int kDownBox = kColumns * kDownChunk * kDownChunks;
+  static constexpr int kHiddenPitch = kDownChunk * kDownChunks + 16;
+  static constexpr int kScalePitch = kScaled ? kDownK / kFeatures * 4 + 16 : 0;
+  static constexpr int kSlotRows = kRows * (kHiddenPitch + kScalePitch);
+
+  static constexpr int max(int a, int b) { return a > b ? a : b; }
+  static constexpr int kWeightBytes = max(2 * kGateUpBox, kSlots* kDownBox);
+  static constexpr int kStageBytes =
+      (kWeightBytes + max(kRows * kRowPitch, kSlots* kSlotRows) + 1023) / 1024 * 1024;
+
+  // Sums of the warps (two buffers) in gate-up, and of the tokens in down, share memory.
+  static constexpr int kSumVecs = kRowTiles * kTokenTiles * 32;  // float4, of a warp
+  static constexpr int kSumBytes = 2 * kComputing * kSumVecs * 16;
+  static constexpr int kOutPitch = kColumns + 8;
+  static constexpr int kOutBytes = kSlots * Config::kTokens * kOutPitch * 4;
+  static constexpr int kScratch = max(kSumBytes, kOutBytes);
+
+  static constexpr int kMaskWords = (Config::kTokens + 31) / 32;
+  static constexpr int kMaxTiles =
+      (Config::kPairs +
+       (Config::kPairs < Config::kExperts ? Config::kPairs : Config::kExperts) * (kRows - 1)) /
+      kRows;
+  static constexpr int kItems = 4;  // tickets between the warps
+
+  static constexpr int kTilesAt = kScratch;
+  static constexpr int kWeightsAt = kTilesAt + kMaxTiles * 8;
+  static constexpr int kPairWeightsAt = kWeightsAt + Config::kPairs * 4;
+  static constexpr int kMaskAt = kPairWeightsAt + Config::kPairs * 4;
+  static constexpr int kTokenAt = kMaskAt + Config::kExperts * kMaskWords * 4;
+  static constexpr int kIdsAt = kTokenAt + (Config::kPairs * 2 + 3) / 4 * 4;
+  static constexpr int kStartAt = kIdsAt + (Config::kPairs * 2 + 3) / 4 * 4;
+  static constexpr int kScanAt = kStartAt + (Config::kExperts * 2 + 3) / 4 * 4;
+  static constexpr int kTicketsAt = kScanAt + 4 * (kThreads / 32);
+  static constexpr int kTablesEnd = (kTicketsAt + 4 * kItems + 15) / 16 * 16;
+
+  static constexpr int kBudget = 227 * 1024 - 1024;  // and for alignment
+  static constexpr int kFit = (kBudget - kTablesEnd - 16 * kItems) / (kStageBytes + 16);
+  static constexpr int kStages = kFit < 6 ? kFit : 6;
+  static constexpr int kBarriersAt = kTablesEnd;
+  static constexpr int kItemBarriersAt = kBarriersAt + 16 * kStages;
+  static constexpr int kRing = (kItemBarriersAt + 16 * kItems + 1023) / 1024 * 1024;
+  static constexpr int kSmem = kRing + kStages * kStageBytes + 1024;
+  static_assert(kFit >= 2 && kSmem <= 227 * 1024 && kSlots >= 1 && Config::kTokens <= 256 &&
+                Config::kPairs <= 4096);
+};
+
+// What all warps of a block know of the call.
+template <class Config>
+struct MonoBlock {
+  using Shape = MonoShape<Config>;
+  const MonoParams& p;
+  uint8_t* smem;
+  uint32_t base;  // of smem
+  uint32_t num_tiles = 0;
+
+  __device__ MonoBlock(const MonoParams& params, uint8_t* memory)
+      : p(params), smem(memory), base(copy::shared_address(memory)) {}
+
+  template <class T>
+  __device__ T* at(int offset) const {
+    return reinterpret_cast<T*>(smem + offset);
+  }
+  __device__ MonoTile tile(uint32_t i) const { return at<MonoTile>(Shape::kTilesAt)[i]; }
+  __device__ int token_of(uint32_t row) const { return at<uint16_t>(Shape::kTokenAt)[row]; }
+  __device__ float weight_of(uint32_t row) const { return at<float>(Shape::kWeightsAt)[row]; }
+
+  // Tickets: the gate-up items, tile by tile, then the down items.
+  __device__ uint32_t features() const { return unsigned(p.intermediate_size) / Shape::kFeatures; }
+  __device__ uint32_t gate_up_items() const { return num_tiles * features(); }
+  __device__ uint32_t items() const {
+    return gate_up_items() + (unsigned(p.hidden_size) + Shape::kColumns - 1) / Shape::kColumns;
+  }
+  __device__ int gate_up_chunks() const { return p.hidden_size / Shape::kChunkK; }
+  __device__ int gate_up_stages() const { return (gate_up_chunks() + Shape::kChunks - 1) / Shape::kChunks; }
+  __device__ uint32_t down_parts() const {
+    return (unsigned(p.intermediate_size) + Shape::kDownK - 1) / Shape::kDownK;
+  }
+  // Slots of a down item: parts of tiles.
+  __device__ uint32_t down_slots() const { return num_tiles * down_parts(); }
+};
+
+// Where a warp stands in the ring of stages, or of tickets.
+template <int kCount>
+struct MonoRing {
+  uint32_t barriers;
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ uint32_t full() const { return barriers + stage * 16; }
+  __device__ uint32_t empty() const { return barriers + stage * 16 + 8; }
+  __device__ void advance() {
+    if (++stage == kCount) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// The block's items, as all warps but the one that draws tickets see them; lane 0 of a warp hands an entry back.
+template <class Config>
+class MonoItems {
+  using Shape = MonoShape<Config>;
+
+ public:
+  __device__ explicit MonoItems(const MonoBlock<Config>& block)
+      : tickets_(block.template at<uint32_t>(Shape::kTicketsAt)),
+        ring_{block.base + Shape::kItemBarriersAt} {}
+
+  __device__ uint32_t next(int lane) {
+    mbarrier::wait(ring_.full(), ring_.parity);
+    const uint32_t ticket = tickets_[ring_.stage];
+    __syncwarp();
+    if (lane == 0) mbarrier::arrive(ring_.empty());
+    ring_.advance();
+    return ticket;
+  }
+
+ private:
+  const uint32_t* tickets_;
+  MonoRing<Shape::kItems> ring_;
+};
+
+}  // namespace hpcjit::moe

@@ -1,0 +1,148 @@
+"""The fused mixture of experts in one launch, for few tokens (`csrc/moe/mono.cuh`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpcjit import checks, tune
+from hpcjit.build import Config, Template
+from hpcjit.jit_op import Plan
+from hpcjit.ops.moe._fused_moe_args import ACTIVATIONS, QUANT, FusedMoeArgs, ceil_div
+from hpcjit.ops.moe._fused_moe_space import Workspace, quantise_mode, row_stride, x_scale_strides
+
+MAX_TOKENS = 128
+MAX_PAIRS = 1024
+FEATURES = 16  # of a gate-up item; those of a row's hidden activation that share a scale
+_WARPS = 8  # that compute
+_SMEM = 227 * 1024
+_EXPERTS_STEP = 32  # a config serves so many numbers of experts
+
+# The most rows of an expert, were all even, for which tiles have so many columns of 8 rows.
+_MEAN_ROWS = {1: 4, 2: 10, 4: 32}
+
+
+@dataclass(frozen=True)
+class FusedMoeMonoConfig(Config):
+    weight_t: str = "e4m3"
+    quant: int = 1
+    quantise: int = 0
+    token_tiles: int = 1
+    columns: int = 32
+    tokens: int = 8
+    pairs: int = 64
+    experts: int = 128
+    activation: int = 1
+    has_shared: bool = False
+    pdl: bool = True
+
+
+FUSED_MOE_MONO = Template(
+    op="moe.fused_moe_mono",
+    header="moe/mono.cuh",
+    entry="hpcjit::moe::FusedMoeMono",
+    config=FusedMoeMonoConfig,
+    params=(
+        *("x", "x_scale", "w13", "w13_scale", "w2", "w2_scale", "topk_ids", "topk_weights", "shared_output", "out"),
+        *("workspace", "counters"),
+        *("num_tokens", "top_k", "num_experts", "expert_offset", "hidden_size", "intermediate_size"),
+        *("x_stride", "x_scale_token_stride", "x_scale_group_stride"),
+        *("ids_stride", "weights_stride", "shared_stride", "out_stride", "blocks"),
+        *("at_x", "at_x_scale", "at_hidden", "at_hidden_scale"),
+    ),
+)
+
+
+def takes(a: FusedMoeArgs) -> bool:
+    """Whether the kernel can run the call."""
+    size = a.w13.element_size()
+    return (
+        0 < a.x.shape[0] <= MAX_TOKENS
+        and a.topk_ids.numel() <= MAX_PAIRS
+        and a.x.shape[1] * size % 128 == 0
+        and a.intermediate_size * size % 64 == 0
+        and a.intermediate_size % FEATURES == 0
+        and not a.apply_weights_on_input
+    )
+
+
+def columns(hidden_size: int, num_sms: int) -> int:
+    """Features of a down item: every SM has one item, where eight warps can share it out."""
+    return min(FEATURES * ceil_div(ceil_div(hidden_size, FEATURES), num_sms), FEATURES * _WARPS)
+
+
+def fits(tokens: int, token_tiles: int, columns: int, pairs: int, experts: int, fp8: bool) -> bool:
+    """Whether two stages of the ring fit into shared memory (`csrc/moe/mono_shape.cuh`)."""
+    rows, strips = 8 * token_tiles, columns // FEATURES
+    slots = _WARPS // strips
+    slot_rows = rows * (272 + (80 if fp8 else 0))
+    stage = max(32768, slots * columns * 256) + max(rows * 1040, slots * slot_rows) + 1040
+    sums = max(token_tiles * 16384, slots * tokens * (columns + 8) * 4)
+    tables = 8 * (ceil_div(pairs, rows) + experts) + 12 * pairs + experts * (4 * ceil_div(tokens, 32) + 2)
+    return sums + tables + 2 * stage + 4096 <= _SMEM
+
+
+def _config(op: str, a: FusedMoeArgs) -> FusedMoeMonoConfig | None:
+    tokens, top_k = a.topk_ids.shape
+    cap = max(8, 1 << (tokens - 1).bit_length())
+    pairs = cap * top_k
+    experts = ceil_div(a.num_experts, _EXPERTS_STEP) * _EXPERTS_STEP
+    strip = columns(a.x.shape[1], tune.sm_count(a.x.device))
+    mean = tokens * top_k / a.num_experts
+    wanted = next((n for n, most in _MEAN_ROWS.items() if mean <= most), 0)
+    tiles = min(wanted, max(1, cap // 8))
+    fp8 = a.quant != "bf16"
+    if not tiles or not fits(cap, tiles, strip, pairs, experts, fp8):
+        return None
+    return FusedMoeMonoConfig(
+        weight_t="e4m3" if fp8 else "bf16",
+        quant=QUANT.index(a.quant),
+        quantise=quantise_mode(a),
+        token_tiles=tiles,
+        columns=strip,
+        tokens=cap,
+        pairs=pairs,
+        experts=experts,
+        activation=1 + ACTIVATIONS.index(a.activation),
+        has_shared=a.shared_output is not None,
+    )
+
+
+def _workspace(a: FusedMoeArgs) -> Workspace:
+    num_pairs, (tokens, hidden), inner = a.topk_ids.numel(), a.x.shape, a.intermediate_size
+    fp8 = a.quant != "bf16"
+    space = Workspace()
+    space.add("x", tokens * hidden if a.quantises else 0)
+    space.add("x_scale", 4 * tokens * ceil_div(hidden, 128) if a.quantises else 0)
+    space.add("hidden", num_pairs * inner * (1 if fp8 else 2))
+    space.add("hidden_scale", 4 * num_pairs * (inner // FEATURES) if fp8 else 0)
+    return space
+
+
+def plan(op: str, a: FusedMoeArgs) -> Plan | None:
+    config = _config(op, a) if takes(a) else None
+    if config is None:
+        return None
+    space = _workspace(a)
+    token_stride, group_stride = x_scale_strides(a, config.quantise)
+    max_tiles = a.topk_ids.numel()
+    values: dict[str, int | float | str] = {
+        "num_tokens": a.x.shape[0],
+        "top_k": a.topk_ids.shape[1],
+        "num_experts": a.num_experts,
+        "expert_offset": a.expert_offset,
+        "hidden_size": a.x.shape[1],
+        "intermediate_size": a.intermediate_size,
+        "x_stride": row_stride(a.x),
+        "x_scale_token_stride": token_stride,
+        "x_scale_group_stride": group_stride,
+        "ids_stride": checks.rows(op, "topk_ids", a.topk_ids)[1],
+        "weights_stride": checks.rows(op, "topk_weights", a.topk_weights)[1],
+        "shared_stride": 0 if a.shared_output is None else row_stride(a.shared_output),
+        "out_stride": row_stride(a.out),
+        "blocks": tune.sm_count(a.x.device),
+        **space.offsets,
+    }
+    for name in ("x_scale", "w13_scale", "w2_scale", "shared_output"):
+        if getattr(a, name) is None:
+            values[name] = 0
+    return Plan(FUSED_MOE_MONO, config, values, space.size, counter_bytes=4 * (2 + max_tiles))
