@@ -39,7 +39,8 @@ def expert_share(a: FusedMoeArgs, rank: int, ranks: int) -> FusedMoeArgs:
         return None if value is None else value[first:end]
 
     weights: dict[str, Any] = {"w13": a.w13[first:end], "w2": a.w2[first:end]}
-    return a._replace(**weights, w13_scale=part(a.w13_scale), w2_scale=part(a.w2_scale), expert_offset=first)
+    place: dict[str, Any] = {"expert_offset": first, "num_global_experts": a.num_experts}
+    return a._replace(**weights, w13_scale=part(a.w13_scale), w2_scale=part(a.w2_scale), **place)
 
 
 def tensor_share(a: FusedMoeArgs, rank: int, ranks: int) -> FusedMoeArgs:

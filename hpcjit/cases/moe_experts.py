@@ -48,7 +48,7 @@ class Experts:
         scales = self._scales(m) if fp8 else (None, None)
         weights = m.normal(self.tokens, self.top_k, dtype=torch.float32).softmax(-1)
         shared = m.normal(self.tokens, self.hidden) if self.shared else None
-        options = (self.quant, self.activation, shared, self.offset, self.on_input)
+        options = (self.quant, self.activation, shared, self.offset, self.global_experts or None, self.on_input)
         out = m.poison(self.tokens, self.hidden)
         return inputs[0], w13, w2, self.ids(m), weights, *scales, inputs[1], *options, out
 

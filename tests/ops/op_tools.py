@@ -111,7 +111,7 @@ _OF_MOE = (
     *("num_groups", "topk_groups", "scoring", "expert_map"),
     *("sorted_token_ids", "expert_ids", "num_tokens_post_padded"),
     *("w13_scale", "w2_scale", "x_scale", "quant", "activation", "shared_output"),
-    *("expert_offset", "apply_weights_on_input"),
+    *("expert_offset", "num_global_experts", "apply_weights_on_input"),
 )
 
 

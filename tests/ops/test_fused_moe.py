@@ -11,6 +11,7 @@ from hpcjit import build, workspace
 from hpcjit.cases import Maker
 from hpcjit.cases.moe_experts import FP8, Experts
 from hpcjit.errors import ArgumentTypeError
+from hpcjit.fused_op import reset_decisions
 from hpcjit.launch import raw_stream
 from hpcjit.ops.moe import _fused_moe_plan, fused_moe
 from hpcjit.ops.moe._fused_moe import fused_moe_op
@@ -149,6 +150,45 @@ class TestRouting:
         torch.testing.assert_close(run(a, topk_ids=ids).double(), once.double(), rtol=0.02, atol=0.02)
 
 
+class TestDebugMode:
+    @pytest.fixture(autouse=True)
+    def debug(self, monkeypatch):
+        """Debug mode, with plans made for it."""
+        monkeypatch.setenv("HPCJIT_DEBUG", "1")
+        reset_decisions()
+        yield
+        reset_decisions()
+
+    @pytest.mark.parametrize("bad", [-2, -(2**31), 16, 2**31 - 1])
+    def test_an_id(self, m: Maker, bad: int):
+        """The first one is named, and nothing is written."""
+        a = made(m, 4, 4, 128, 64, 2, quant="bf16", codes=False, offset=8, global_experts=16)
+        a.topk_ids[2, 1], a.topk_ids[3, 0] = bad, bad
+        with rejects(OP, "topk_ids", a.out, match=f"[0, 16), got {bad} at position [2, 1] (2 such entries)"):
+            run(a)
+
+    def test_how_many_there_are_is_not_known(self, m: Maker):
+        """Then those of another rank cannot be told from mistakes, but for numbers that no layer has."""
+        a = made(m, 4, 4, 128, 64, 2, quant="bf16", codes=False)
+        a.topk_ids[1], a.topk_ids[2, 0] = 100, -1
+        assert run(a).isfinite().all()
+        a.topk_ids[3, 1] = 1024
+        with rejects(OP, "topk_ids", match="[0, 1024), got 1024 at position [3, 1]"):
+            run(a)
+
+    @pytest.mark.gpu
+    def test_capture(self):
+        """Nothing is read while a graph is captured, and nothing raises then."""
+        a = made(Maker("cuda"), 4, 4, 128, 64, 2, quant="bf16", codes=False)
+        run(a)
+        a.topk_ids[0, 0] = 5000
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run(a)
+        graph.replay()
+        assert a.out.isfinite().all()
+
+
 @pytest.mark.gpu
 class TestKernels:
     @pytest.mark.parametrize("rows", [1, 15, 16, 17, 31, 33, 47, 63, 64, 65, 127, 128, 129, 200, 257])
@@ -258,6 +298,7 @@ def _bad(m: Maker) -> dict[str, tuple[FusedMoeArgs, dict, str]]:
         "quant": (plain, {"quant": "fp4"}, "quant"),
         "activation": (plain, {"activation": "relu"}, "activation"),
         "offset": (plain, {"expert_offset": -1}, "expert_offset"),
+        "fewer than are here": (plain, {"num_global_experts": 3}, "num_global_experts"),
         "on input": (plain, {"apply_weights_on_input": 1}, "apply_weights_on_input"),
         "gate and up do not agree": (plain, {"w13": plain.w13[:, :-2].contiguous()}, "w2"),
         "odd rows": (plain, {"w13": plain.w13[:, :-1].contiguous()}, "w13"),

@@ -9,7 +9,7 @@ import torch
 from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
 from hpcjit.ops._tensors import compiling, require
-from hpcjit.ops.moe import _fused_moe_args, _fused_moe_plan, _fused_moe_reference
+from hpcjit.ops.moe import _fused_moe_args, _fused_moe_plan, _fused_moe_reference, _ids
 from hpcjit.ops.moe._fused_moe_args import FusedMoeArgs
 
 
@@ -18,12 +18,17 @@ class FusedMoeOp(JitOp):
     schema = (
         "(Tensor x, Tensor w13, Tensor w2, Tensor topk_ids, Tensor topk_weights, Tensor? w13_scale, Tensor? w2_scale,"
         " Tensor? x_scale, str quant, str activation, Tensor? shared_output, int expert_offset,"
-        " bool apply_weights_on_input, Tensor(a!) out) -> ()"
+        " int? num_global_experts, bool apply_weights_on_input, Tensor(a!) out) -> ()"
     )
     trace_values = ("topk_ids:histogram",)
 
     def check(self, *args: Any) -> None:
         _fused_moe_args.check(self.op, FusedMoeArgs(*args))
+
+    def check_values(self, *args: Any) -> None:
+        a = FusedMoeArgs(*args)
+        limit = _ids.limit(a.expert_offset, a.num_experts, a.num_global_experts)
+        _ids.check(self.op, "topk_ids", a.topk_ids, limit)
 
     def plan(self, *args: Any) -> Plan | str:
         a = FusedMoeArgs(*args)
@@ -51,6 +56,7 @@ def fused_moe(
     activation: str = "silu",
     shared_output: torch.Tensor | None = None,
     expert_offset: int = 0,
+    num_global_experts: int | None = None,
     apply_weights_on_input: bool = False,
     out: torch.Tensor | None = None,
     backend: str | None = None,
@@ -71,7 +77,8 @@ def fused_moe(
             bfloat16 with quant "bf16", else float8_e4m3fn. Up to 512 experts. hidden_size and intermediate_size are multiples
             of 16 (bfloat16: of 8).
         w2: `[num_experts, hidden_size, intermediate_size]`, likewise.
-        topk_ids: int32 `[num_tokens, top_k]`, global numbers of experts; top_k up to 32.
+        topk_ids: int32 `[num_tokens, top_k]`, global numbers of experts; top_k up to 32. Debug mode reports ids that are
+            neither -1 nor below num_global_experts.
         topk_weights: float32 `[num_tokens, top_k]`.
         w13_scale, w2_scale: float32, contiguous; a weight is its code times its scale.
 
@@ -88,6 +95,8 @@ def fused_moe(
         activation: "silu", or "gelu" (with erf).
         shared_output: None, or bfloat16 `[num_tokens, hidden_size]`, added to the result.
         expert_offset: the global number of the first expert here.
+        num_global_experts: None, or how many experts all ranks have together. It changes no result. By default debug mode
+            takes all ids below 1024, or below those here where they end later.
         apply_weights_on_input: multiply a pair's gate and up products by its weight, in place of its result.
         out: bfloat16 `[num_tokens, hidden_size]`; may be x or shared_output. A new tensor by default.
         backend: run this backend or fail.
@@ -98,7 +107,7 @@ def fused_moe(
 
     Raises:
         ArgumentError: shapes that do not agree, scales of another granularity than quant has, a wrong dtype, device,
-            alignment or option, a tensor that requires grad.
+            alignment or option, a tensor that requires grad; in debug mode an id out of range.
 
     Safe under CUDA graphs, with routing that changes between replays, once the signature has run or been prewarmed. Method:
     sorting by expert as in MegaBlocks (Gale et al., 2022); FP8 sums that leave the tensor cores as in DeepSeek-V3 (2024).
@@ -110,7 +119,7 @@ def fused_moe(
     if out is None:
         out = x.new_empty(x.shape, dtype=torch.bfloat16)
     scales = (w13_scale, w2_scale, x_scale)
-    options = (quant, activation, shared_output, expert_offset, apply_weights_on_input)
+    options = (quant, activation, shared_output, expert_offset, num_global_experts, apply_weights_on_input)
     args = (x, w13, w2, topk_ids, topk_weights, *scales, *options, out)
     if compiling("moe.fused_moe", backend):
         torch.ops.hpcjit.moe_fused_moe(*args)

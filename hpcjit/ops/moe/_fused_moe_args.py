@@ -37,6 +37,7 @@ class FusedMoeArgs(NamedTuple):
     activation: str
     shared_output: torch.Tensor | None
     expert_offset: int
+    num_global_experts: int | None
     apply_weights_on_input: bool
     out: torch.Tensor
 
@@ -129,6 +130,9 @@ def _check_routing(op: str, a: FusedMoeArgs) -> None:
         raise _fail(op, "topk_ids", f"[{shape[0]}, 1 to {MAX_TOP_K}]", a.topk_ids)
     if a.topk_ids.numel() > MAX_PAIRS:
         raise _fail(op, "topk_ids", f"at most {MAX_PAIRS} pairs", a.topk_ids)
+    if a.num_global_experts is not None:
+        low = a.expert_offset + a.num_experts
+        checks.integer(op, "num_global_experts", a.num_global_experts, low=low, high=2**31 - 1)
     checks.tensor(op, "topk_weights", a.topk_weights, dtypes=_FP32, shape=shape, like=a.x)
 
 

@@ -6,6 +6,13 @@ import torch
 
 from hpcjit.errors import ArgumentError
 
+MAX_GLOBAL = 1024  # experts of a layer, where nobody says how many
+
+
+def limit(first: int, num_experts: int, num_global_experts: int | None = None) -> int:
+    """What global numbers of experts are below, for a rank that has `num_experts` from `first` on."""
+    return max(MAX_GLOBAL, first + num_experts) if num_global_experts is None else num_global_experts
+
 
 def check(op: str, name: str, ids: torch.Tensor, limit: int) -> None:
     """Raise for the first of `[num_tokens, top_k]` numbers that is neither -1, which is nobody's, nor in `[0, limit)`.
