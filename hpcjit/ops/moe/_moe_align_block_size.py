@@ -15,6 +15,7 @@ from hpcjit.fused_op import define
 from hpcjit.jit_op import JitOp, Plan
 from hpcjit.ops import _peers
 from hpcjit.ops._tensors import compiling, overwrites_none, require
+from hpcjit.ops.moe._pair_sort import sorters
 from hpcjit.spec import KernelBackend
 
 MAX_EXPERTS = 1024
@@ -25,8 +26,10 @@ MAX_SORTED = 2**30  # entries of the result: the kernel adds to positions in 32 
 @dataclass(frozen=True)
 class AlignConfig(Config):
     threads: int = 1024
-    per_thread: int = 1
+    clustered: bool = False
     counted: bool = False
+    match: bool = False
+    filled: bool = True
     has_map: bool = False
     strided: bool = False
     pdl: bool = True
@@ -56,11 +59,6 @@ ALIGN = Template(
         "first_id",
     ),
 )
-
-_FEW = 1024  # pairs, up to which a small block is enough
-_ONE_BLOCK = 4096  # pairs, up to which one block does everything
-_PER_BLOCK = 4096  # beyond, until there are as many blocks as may be
-_MAX_BLOCKS = 128  # each reads the counts of all
 
 
 class AlignArgs(NamedTuple):
@@ -129,13 +127,12 @@ class MoeAlignBlockSizeOp(JitOp):
         a = AlignArgs(*args)
         numel, top_k = a.topk_ids.numel(), a.topk_ids.shape[1]
         _, ids_stride = checks.rows(self.op, "topk_ids", a.topk_ids)
-        counted = numel > _ONE_BLOCK
-        blocks = min(-(-numel // _PER_BLOCK), _MAX_BLOCKS) if counted else 1
-        threads = 512 if a.num_experts > 512 else 256 if numel <= _FEW else 1024
+        by = sorters(numel, a.num_experts, a.topk_ids.device, a.sorted_token_ids.shape[0])
         config = AlignConfig(
-            threads=threads,
-            per_thread=-(-a.num_experts // threads),
-            counted=counted,
+            threads=by.threads,
+            clustered=by.clustered,
+            counted=by.counted,
+            match=by.match,
             has_map=a.expert_map is not None,
             strided=ids_stride != top_k,
         )
@@ -148,12 +145,12 @@ class MoeAlignBlockSizeOp(JitOp):
             "block_size": a.block_size,
             "sorted_size": a.sorted_token_ids.shape[0],
             "expert_ids_size": a.expert_ids.shape[0],
-            "blocks": blocks,
+            "blocks": by.blocks,
             "first_id": 0,
         }
         if a.expert_map is None:
             values["expert_map"] = 0
-        return Plan(ALIGN, config, values, workspace_bytes=4 * blocks * a.num_experts if counted else 0)
+        return Plan(ALIGN, config, values, workspace_bytes=by.count_bytes(a.num_experts))
 
     def reference(self, *args: Any) -> None:
         a = AlignArgs(*args)

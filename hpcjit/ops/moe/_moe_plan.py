@@ -13,8 +13,9 @@ from hpcjit.errors import ArgumentError
 from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
 from hpcjit.ops._tensors import compiling, require
-from hpcjit.ops.moe._fused_moe_args import MAX_EXPERTS, MAX_PAIRS, ceil_div
-from hpcjit.ops.moe._fused_moe_plan import MAX_PLAN_BLOCKS, ONE_BLOCK, max_tiles, plan_threads
+from hpcjit.ops.moe._fused_moe_args import MAX_EXPERTS, MAX_PAIRS
+from hpcjit.ops.moe._fused_moe_plan import max_tiles
+from hpcjit.ops.moe._pair_sort import sorters
 
 MAX_TILE_ROWS = 1024
 
@@ -22,8 +23,9 @@ MAX_TILE_ROWS = 1024
 @dataclass(frozen=True)
 class PlanConfig(Config):
     plan_threads: int = 1024
-    plan_per_thread: int = 1
+    plan_clustered: bool = False
     plan_counted: bool = False
+    plan_match: bool = False
     ids_strided: bool = False
     pdl: bool = True
 
@@ -87,10 +89,8 @@ class MoePlanOp(JitOp):
         if not numel:
             return NOTHING
         ids_stride = checks.rows(self.op, "topk_ids", a.topk_ids)[1]
-        threads = plan_threads(numel)
-        counted = numel > ONE_BLOCK
-        blocks = min(ceil_div(numel, ONE_BLOCK), MAX_PLAN_BLOCKS)
-        config = PlanConfig(threads, ceil_div(a.num_experts, threads), counted, ids_stride != top_k)
+        by = sorters(numel, a.num_experts, a.topk_ids.device)
+        config = PlanConfig(by.threads, by.clustered, by.counted, by.match, ids_stride != top_k)
         values: dict[str, int | float | str] = {
             "numel": numel,
             "top_k": top_k,
@@ -98,9 +98,9 @@ class MoePlanOp(JitOp):
             "num_experts": a.num_experts,
             "expert_offset": a.expert_offset,
             "tile_rows": a.tile_rows,
-            "plan_blocks": blocks,
+            "plan_blocks": by.blocks,
         }
-        return Plan(PLAN, config, values, workspace_bytes=4 * blocks * a.num_experts if counted else 0)
+        return Plan(PLAN, config, values, workspace_bytes=by.count_bytes(a.num_experts))
 
     def reference(self, *args: Any) -> None:
         a = PlanArgs(*args)
