@@ -13,6 +13,7 @@ from hpcjit import trace
 from hpcjit.bench import environment, report, runner, targets, timer
 from hpcjit.bench.environment import Ceilings
 from hpcjit.bench.runner import Bench, Row
+from hpcjit.cases.moe_experts import Experts
 from hpcjit.cli import main
 from hpcjit.errors import ArgumentError, BackendError, FormatError, UnknownOpError
 from hpcjit.ops.layernorm import rmsnorm
@@ -134,6 +135,42 @@ class TestMeasuring:
 
 def row(backend: str, us: float, **facts) -> Row:
     return Row("layernorm.rmsnorm", CASE, backend, cold_us=us, err=1e-3, **facts)
+
+
+class TestRotation:
+    def test_copies_of_everything(self):
+        """Without turns: whole copies, more than `touch` together, never fewer than two but where there is no room."""
+        args = torch.ones(1000), 3, torch.ones(250)
+        assert len(timer.rotation(args, 50_000, 10**9)) == 11
+        assert len(timer.rotation(args, 10, 10**9)) == 2
+        assert len(timer.rotation(args, 50_000, 16_000)) == 3
+        assert len(timer.rotation(args, 50_000, 0)) == 1
+        assert len(timer.rotation((torch.ones(1),), 10**6, 10**9)) == timer.MAX_COPIES
+        first, second = timer.rotation(args, 10, 10**9)
+        assert first[0].data_ptr() not in (second[0].data_ptr(), args[0].data_ptr())
+
+    def test_turns_touch_other_experts(self):
+        """Of one token's few experts: enough calls, weights of two copies, no expert twice before all have had their turn."""
+        case = Experts(1, 32, 64, 32, 4, quant="bf16", codes=False).case("a")
+        args = case.args("cpu")
+        weights = 2 * 32 * 3 * 64 * 32
+        touch = weights + weights // 2
+        calls = timer.rotation(args, touch, 10**9, case)
+        assert len(calls) == 2 * -(-(touch // case.bytes + 1) // 2)
+        assert len(calls) * case.bytes > touch
+        copies = [a[1].data_ptr() for a in calls]
+        assert copies[:4] == [*dict.fromkeys(copies)] * 2
+        for copy in set(copies):
+            ids = torch.cat([a[3] for a in calls if a[1].data_ptr() == copy]).flatten().tolist()
+            assert len(set(ids[:32])) == min(len(ids), 32)
+        assert len({a[0].data_ptr() for a in calls} | {a[-1].data_ptr() for a in calls}) == 2 * len(calls)
+
+    def test_one_copy_turns_too(self):
+        case = Experts(3, 8, 64, 32, 2, quant="bf16", codes=False).case("a")
+        calls = timer.rotation(case.args("cpu"), 10 * case.bytes, 0, case)
+        assert len(calls) == 11
+        assert len({a[1].data_ptr() for a in calls}) == 1
+        assert not torch.equal(calls[0][3], calls[1][3])
 
 
 class TestReport:

@@ -209,7 +209,7 @@ class Bench:
         with torch.no_grad(), unchecked(job):
             eager = job.backend in REFERENCES  # a reference may read from the device, which no graph can hold
             if self.l2 != "hot":
-                sample = timer.cold(call, args, self.device, or_eager=eager)
+                sample = timer.cold(call, args, self.device, or_eager=eager, case=job.case)
                 row = replace(row, cold_us=sample.us, cold_p20=sample.p20, cold_p80=sample.p80)
                 row = replace(row, copies=sample.copies, timer=sample.timer)
             if self.l2 != "cold":

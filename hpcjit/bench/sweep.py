@@ -208,14 +208,15 @@ def _measure(sweep: Sweep, args: timer.Args, entry: Entry, stop: float) -> None:
     try:
         entry.launch = entry.open()
         entry.result.ok = all(deviation.ok for deviation in numerics.check(sweep.op, args, entry.launch))
-        entry.result.us = _cold(entry, args, FIRST_REPLAYS if sweep.finals else timer.REPLAYS)
+        entry.result.us = _cold(entry, sweep.case, args, FIRST_REPLAYS if sweep.finals else timer.REPLAYS)
     except entry.failures as error:
         entry.result.error = (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _cold(entry: Entry, args: timer.Args, replays: int) -> float:
+def _cold(entry: Entry, case: Case, args: timer.Args, replays: int) -> float:
     assert entry.launch is not None
-    return timer.cold(entry.launch, args, torch.device("cuda", torch.cuda.current_device()), replays=replays).us
+    device = torch.device("cuda", torch.cuda.current_device())
+    return timer.cold(entry.launch, args, device, replays=replays, case=case).us
 
 
 def _finals(sweep: Sweep, args: timer.Args, entries: Sequence[Entry], stop: float) -> None:
@@ -228,7 +229,7 @@ def _finals(sweep: Sweep, args: timer.Args, entries: Sequence[Entry], stop: floa
     for _ in range(FINAL_TURNS):
         for entry, own in zip(kept, times, strict=True):
             if time.monotonic() < stop:
-                own.append(_cold(entry, args, FINAL_REPLAYS))
+                own.append(_cold(entry, sweep.case, args, FINAL_REPLAYS))
     for entry, own in zip(kept, times, strict=True):
         entry.result.final_us = statistics.median(own) if own else None
 

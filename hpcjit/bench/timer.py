@@ -1,11 +1,12 @@
 """Timing of operator calls: on the device inside CUDA graphs, on the host in bursts.
 
 Cold: a graph that runs the call over rotating copies of its arguments, together several times larger than L2, so that every
-call reads from memory. Small arguments stop at `MAX_COPIES` copies, which may then fit in L2: `Sample.copies` says how many
-there were. Hot: a graph that repeats the call on one copy. A graph holds about `GRAPH_SPAN_US` of work, so that starting it
-is lost in its time; it first runs for `WARM_UP_S`, until the clocks have risen, and is then replayed `REPLAYS` times, each
-between two events. Replays feed in-place operators their own results; normalisation and the like stay bounded under that,
-which a new in-place operator must also do to be timed here.
+call reads from memory. Of a case whose calls touch part of a large argument (`Case.turns`) they are calls that touch other
+parts each, as many as together touch several times L2. Small arguments stop at `MAX_COPIES` copies, which may then fit in
+L2: `Sample.copies` says how many there were. Hot: a graph that repeats the call on one copy. A graph holds about
+`GRAPH_SPAN_US` of work, so that starting it is lost in its time; it first runs for `WARM_UP_S`, until the clocks have risen,
+and is then replayed `REPLAYS` times, each between two events. Replays feed in-place operators their own results;
+normalisation and the like stay bounded under that, which a new in-place operator must also do to be timed here.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from hpcjit import numerics
+from hpcjit.cases import Case, Maker
 
 MAX_COPIES = 200
 L2_ROUNDS = 8  # how many times over the cold copies exceed L2
@@ -55,16 +57,40 @@ def bytes_of(args: Args) -> int:
     return sum(value.nbytes for value in args if isinstance(value, torch.Tensor))
 
 
-def cold(call: Call, args: Args, device: torch.device, or_eager: bool = False, replays: int = REPLAYS) -> Sample:
-    """Time `call` on inputs that are not in L2. With `or_eager` a call that no graph can hold is timed with its host part."""
+def cold(
+    call: Call,
+    args: Args,
+    device: torch.device,
+    or_eager: bool = False,
+    replays: int = REPLAYS,
+    case: Case | None = None,
+) -> Sample:
+    """Time `call` on inputs that are not in L2. With `or_eager` a call that no graph can hold is timed with its host part.
+
+    `case` is the one whose arguments `args` are, if there is one.
+    """
     if device.type != "cuda":
         return _wall_clock(call, numerics.copy_args(args))
-    wanted = L2_ROUNDS * l2_bytes(device) // max(bytes_of(args), 1) + 1
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    room = int(0.8 * free) // max(bytes_of(args), 1)
-    copies = max(1, min(max(wanted, 2), MAX_COPIES, room))
-    rotating = [numerics.copy_args(args) for _ in range(copies)]
+    rotating = rotation(args, L2_ROUNDS * l2_bytes(device), int(0.8 * free), case)
     return _on_device(call, rotating, device, or_eager, replays)
+
+
+def rotation(args: Args, touch: int, room: int, case: Case | None = None) -> list[Args]:
+    """Calls that together touch more than `touch` bytes, made of copies of `args` that take no more than `room` bytes.
+
+    Where a case has turns each copy takes its own, one copy after the other: what two calls in a row touch is apart, and an
+    expert's weights, for example, come back only when those of the others of both copies have passed.
+    """
+    size = max(bytes_of(args), 1)
+    copies = max(1, min(max(touch // size + 1, 2), MAX_COPIES, room // size))
+    bases = [numerics.copy_args(args) for _ in range(copies)]
+    if case is None or case.turns is None:
+        return bases
+    device = next(value.device for value in args if isinstance(value, torch.Tensor))
+    turns = [case.turns(base, Maker(device, seed)) for seed, base in enumerate(bases)]
+    calls = min(touch // max(case.bytes, 1) + 1, MAX_COPIES)
+    return [next(turn) for _ in range(-(-calls // copies)) for turn in turns]
 
 
 def hot(call: Call, args: Args, device: torch.device, or_eager: bool = False) -> Sample:

@@ -92,14 +92,14 @@ def measure(op: JitOp, case: Case, finding: Finding, device: torch.device, stop:
             if wrong:
                 choice.error = f"wrong: {wrong[0]}"
                 continue
-            choice.us = timer.cold(launch, args, device, replays=KEPT_WARM).us
+            choice.us = timer.cold(launch, args, device, replays=KEPT_WARM, case=case).us
             launches[id(choice)] = launch
         except HpcjitError as error:
             choice.error = str(error).splitlines()[0]
     finding.choices.sort(key=_order)
     for choice in finding.choices[:FINALS]:
         if id(choice) in launches and time.monotonic() < stop:
-            choice.us = timer.cold(launches[id(choice)], args, device, replays=FINAL_REPLAYS).us
+            choice.us = timer.cold(launches[id(choice)], args, device, replays=FINAL_REPLAYS, case=case).us
     finding.choices.sort(key=_order)
 
 

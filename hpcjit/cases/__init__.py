@@ -50,6 +50,7 @@ class Maker:
 
 
 Make = Callable[[Maker], Args]
+Turns = Callable[[Args, Maker], Iterator[Args]]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Case:
 
     `bytes` is the least that must move through memory (each input read once, each output written once), `flops` the least
     arithmetic if that can be the limit. Tags: `demo` marks one small case per operator, `bench` those timed by default.
+    `turns`, where a call touches part of a large argument only, makes endless further calls from the arguments of one: they
+    share what is large, and each touches `bytes` of it, those that no turn before has touched for longest.
     """
 
     op: str
@@ -66,6 +69,7 @@ class Case:
     bytes: int
     flops: int = 0
     tags: frozenset[str] = frozenset({"bench"})
+    turns: Turns | None = None
 
     def args(self, device: torch.device | str, seed: int = 0) -> Args:
         """Fresh arguments."""

@@ -1,16 +1,19 @@
 """Cases of the fused mixture of experts: the experts of Qwen3-235B, Hy3 and DeepSeek-V3 on one of eight GPUs.
 
 "tp8" has all experts with an eighth of the intermediate size, "ep8" an eighth of the experts, to which every pair belongs.
-Routing is uniform. Without another word a case is quantised per tensor, with activations in float8.
+Without another word routing is uniform (`routing.py` has the others), and a case is quantised per tensor, with activations
+in float8.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from hpcjit.cases import Args, Case, Maker
+from hpcjit.cases import Args, Case, Maker, routing
+from hpcjit.ops.moe._fused_moe_args import FusedMoeArgs
 from hpcjit.ops.moe._fused_moe_plan import max_tiles
 
 TOP_K = 8
@@ -25,7 +28,7 @@ def _ceil(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class Experts:
-    """A call. `codes`: activations come in float8. `global_experts`: ids are drawn among so many, from 0."""
+    """A call. `codes`: activations come in float8. `global_experts`: ids are drawn among so many, from 0, if uniformly."""
 
     tokens: int
     experts: int
@@ -39,6 +42,7 @@ class Experts:
     offset: int = 0
     global_experts: int = 0
     on_input: bool = False
+    routed: str = "uniform"
 
     def make(self, m: Maker) -> Args:
         fp8 = self.quant != "bf16"
@@ -57,8 +61,26 @@ class Experts:
         shape = (self.tokens, self.top_k)
         if m.device.type == "meta":
             return torch.empty(shape, dtype=torch.int32, device="meta")
+        if self.routed != "uniform":
+            return routing.ids_of(self.counts, self.top_k, m)
         scores = m.normal(self.tokens, self.global_experts or self.experts, dtype=torch.float32)
         return scores.topk(self.top_k).indices.to(torch.int32)
+
+    @property
+    def counts(self) -> routing.Counts:
+        """Tokens of each expert, where routing is not uniform."""
+        return routing.counts_of(self.routed, self.tokens, self.experts, self.top_k)
+
+    def turns(self, args: Args, m: Maker) -> Iterator[Args]:
+        """Endless calls on the weights of `args`, each routed to the experts whose last turn was longest ago."""
+        a = FusedMoeArgs(*args)
+
+        def own(value: torch.Tensor | None) -> torch.Tensor | None:
+            return None if value is None else value.clone()
+
+        for ids in routing.turns(lambda: self.ids(m), self.experts, m):
+            b = a._replace(x=a.x.clone(), topk_ids=ids, topk_weights=a.topk_weights.clone(), out=a.out.clone())
+            yield tuple(b._replace(x_scale=own(a.x_scale), shared_output=own(a.shared_output)))
 
     def codes_of(self, m: Maker) -> Args:
         groups = {"fp8_tensor": (1,), "fp8_channel": (self.tokens, 1)}
@@ -87,12 +109,18 @@ class Experts:
         return found[0], found[1]
 
     def case(self, name: str, tags: frozenset[str] = _BENCH) -> Case:
-        active = self.experts * (1 - (1 - min(1.0, self.top_k / self.experts)) ** self.tokens)
         size = 2 if self.quant == "bf16" else 1
-        weights = round(active * 3 * self.inner * self.hidden * size)
+        weights = round(self.active * 3 * self.inner * self.hidden * size)
         flops = 6 * self.tokens * self.top_k * self.hidden * self.inner
         moved = weights + self.tokens * self.hidden * ((1 if self.codes else 2) + 2)
-        return Case("moe.fused_moe", name, self.make, moved, flops, tags)
+        return Case("moe.fused_moe", name, self.make, moved, flops, tags, None if self.global_experts else self.turns)
+
+    @property
+    def active(self) -> float:
+        """Experts that have a token; expected ones where routing is uniform."""
+        if self.routed != "uniform":
+            return sum(count > 0 for count in self.counts)
+        return self.experts * (1 - (1 - min(1.0, self.top_k / self.experts)) ** self.tokens)
 
 
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -108,16 +136,28 @@ def share(model: Experts, mode: str) -> Experts:
     return replace(model, inner=model.inner // 8) if mode == "tp8" else replace(model, experts=model.experts // 8)
 
 
-def _bench(quant: str, tokens: tuple[int, ...], models: tuple[str, ...] = tuple(MODELS)) -> list[Case]:
-    suffix = "" if quant == "fp8_tensor" else f" {quant}"
+def _bench(
+    quant: str,
+    tokens: tuple[int, ...],
+    models: tuple[str, ...] = tuple(MODELS),
+    modes: tuple[str, ...] = ("tp8", "ep8"),
+    routed: str = "uniform",
+) -> list[Case]:
+    suffix = ("" if quant == "fp8_tensor" else f" {quant}") + ("" if routed == "uniform" else f" {routed}")
     return [
-        replace(share(MODELS[model], mode), tokens=n, quant=quant, codes=quant != "bf16").case(
+        replace(share(MODELS[model], mode), tokens=n, quant=quant, codes=quant != "bf16", routed=routed).case(
             f"{model} {mode} {n}{suffix}"
         )
         for model in models
-        for mode in ("tp8", "ep8")
+        for mode in modes
         for n in tokens
     ]
+
+
+SKEWED = {"tp8": (16, 64, 512), "ep8": (64,)}  # tokens of the cases whose routing is not uniform
+
+# Tokens and experts of those routed as by a model.
+REAL = [(n, share(model, mode).experts) for mode, tokens in SKEWED.items() for model in MODELS.values() for n in tokens]
 
 
 def plan_args(
@@ -192,7 +232,14 @@ CASES = [
     Experts(5, 8, 256, 192, top_k=2, quant="fp8_block", codes=False, shared=True).case("5x8x256x192 fp8_block", _DEMO),
     Experts(17, 16, 512, 128, top_k=4, quant="bf16", codes=False).case("17x16x512x128 bf16", _DEMO - _BENCH),
     *_bench("fp8_tensor", TOKENS),
-    *_bench("fp8_block", (1, 16, 64, 512, 2048)),
+    *(
+        case
+        for routed in routing.KINDS[1:]
+        for mode, tokens in SKEWED.items()
+        for case in _bench("fp8_tensor", tokens, modes=(mode,), routed=routed)
+    ),
+    *_bench("fp8_block", TOKENS),
     *_bench("fp8_channel", (64,), ("qwen3-235b",)),
-    *_bench("bf16", (1, 16, 64, 512), ("qwen3-235b",)),
+    *_bench("bf16", TOKENS, ("qwen3-235b",), ("tp8",)),
+    *_bench("bf16", (1, 16, 64, 512), ("qwen3-235b",), ("ep8",)),
 ]
