@@ -15,6 +15,7 @@ from hpcjit.fused_op import define
 from hpcjit.jit_op import JitOp, Plan
 from hpcjit.ops import _peers
 from hpcjit.ops._tensors import compiling, overwrites_none, require
+from hpcjit.ops.moe import _ids
 from hpcjit.ops.moe._pair_sort import sorters
 from hpcjit.spec import KernelBackend
 
@@ -122,6 +123,10 @@ class MoeAlignBlockSizeOp(JitOp):
         if value.ndim != 1 or not size <= value.shape[0] <= MAX_SORTED:
             expected = f"of rank 1 and length {size} to {MAX_SORTED}"
             raise ArgumentError(self.op, name, expected, checks.describe(value))
+
+    def check_values(self, *args: Any) -> None:
+        a = AlignArgs(*args)
+        _ids.check(self.op, "topk_ids", a.topk_ids, a.num_experts if a.expert_map is None else a.expert_map.shape[0])
 
     def plan(self, *args: Any) -> Plan | str:
         a = AlignArgs(*args)
@@ -234,7 +239,8 @@ def moe_align_block_size(
         the host. The same layout as in vLLM and SGLang (whose order within an expert varies).
 
     Raises:
-        ArgumentError: a wrong dtype, rank, device or size, more than 2^30 entries.
+        ArgumentError: a wrong dtype, rank, device or size, more than 2^30 entries; in debug mode an id that is neither -1 nor
+            in range.
 
     Safe under CUDA graphs, with ids that change between replays, once the signature has run or been prewarmed.
     """

@@ -13,6 +13,7 @@ from hpcjit.errors import ArgumentError
 from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
 from hpcjit.ops._tensors import compiling, require
+from hpcjit.ops.moe import _ids
 from hpcjit.ops.moe._fused_moe_args import MAX_EXPERTS, MAX_PAIRS
 from hpcjit.ops.moe._fused_moe_plan import max_tiles
 from hpcjit.ops.moe._pair_sort import sorters
@@ -82,6 +83,10 @@ class MoePlanOp(JitOp):
             for other_name, other in before.items():
                 checks.apart(self.op, name, value, other_name, other)
             before[name] = value
+
+    def check_values(self, *args: Any) -> None:
+        a = PlanArgs(*args)
+        _ids.check(self.op, "topk_ids", a.topk_ids, _ids.limit(a.expert_offset, a.num_experts))
 
     def plan(self, *args: Any) -> Plan | str:
         a = PlanArgs(*args)
@@ -177,7 +182,8 @@ def moe_plan(
         `(sorted_pairs, positions, tiles, num_tiles)`, new tensors by default. Nothing is read by the host. Bits repeat.
 
     Raises:
-        ArgumentError: a wrong dtype, shape, stride or size, results that share memory.
+        ArgumentError: a wrong dtype, shape, stride or size, results that share memory; in debug mode an id that is neither
+            -1 nor below 1024, or below `expert_offset + num_experts` where that is more.
 
     Safe under CUDA graphs, with ids that change between replays, once the signature has run or been prewarmed. Method: as in
     MegaBlocks (Gale et al., 2022), rows of an expert next to each other and products of variable size over them.
