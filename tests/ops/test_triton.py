@@ -51,6 +51,24 @@ class TestOnGpu:
             assert same_bits(a, b)
 
 
+@pytest.mark.gpu
+@every_op
+def test_replays(op):
+    """A captured call reads what its inputs hold at replay."""
+    owner, case = operator(op), cases_of(op, "demo")[0]
+    args, fresh = case.args("cuda"), case.args("cuda", 1)
+    owner.forward_triton(*numerics.copy_args(args))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        owner.forward_triton(*args)
+    for t, new in zip(tensors(args), tensors(fresh), strict=True):
+        t.copy_(new)
+    owner.forward_triton(*fresh)
+    graph.replay()
+    for t, new in zip(tensors(args), tensors(fresh), strict=True):
+        assert same_bits(t, new)
+
+
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, list[str]]:
     program = Path(__file__).with_name("triton_interpreted.py")

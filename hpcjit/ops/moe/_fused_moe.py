@@ -37,6 +37,12 @@ class FusedMoeOp(JitOp):
     def reference(self, *args: Any) -> None:
         _fused_moe_reference.run(FusedMoeArgs(*args))
 
+    def forward_triton(self, *args: Any) -> None:
+        self.check(*args)
+        from hpcjit.ops.moe import _triton_fused_moe
+
+        _triton_fused_moe.run(self.op, FusedMoeArgs(*args))
+
 
 fused_moe_op = FusedMoeOp()
 define(fused_moe_op)
