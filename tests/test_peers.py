@@ -10,15 +10,22 @@ import pytest
 import torch
 
 from hpcjit import numerics
-from hpcjit.cases import cases_of
-from hpcjit.errors import ArgumentError
+from hpcjit.cases import Maker, cases_of
+from hpcjit.cases.moe_experts import Experts
+from hpcjit.errors import ArgumentError, BackendError
 from hpcjit.fused_op import BaseFusedOp
 from hpcjit.ops import _peers
 from hpcjit.registry import all_specs
 from hpcjit.replay import operator
 from hpcjit.spec import KernelBackend
 
-PEERS = (KernelBackend.FLASHINFER, KernelBackend.FLASHINFER_XQA, KernelBackend.FLASH_ATTN, KernelBackend.AOT)
+PEERS = (
+    KernelBackend.FLASHINFER,
+    KernelBackend.FLASHINFER_XQA,
+    KernelBackend.FLASH_ATTN,
+    KernelBackend.DEEPGEMM,
+    KernelBackend.AOT,
+)
 DECLARED = [(spec.op, spec.backend) for spec in all_specs() if spec.backend in PEERS]
 
 
@@ -28,7 +35,7 @@ class TestEveryAdapter:
         assert getattr(type(operator(op)), backend.method) is not getattr(BaseFusedOp, backend.method)
 
     def test_is_unusable_without_its_package(self, op: str, backend: KernelBackend, monkeypatch):
-        for package in ("flashinfer", "flash_attn_interface", "sglang"):
+        for package in ("flashinfer", "flash_attn_interface", "deep_gemm", "sglang"):
             monkeypatch.setitem(sys.modules, package, None)
         (spec,) = [spec for spec in all_specs() if (spec.op, spec.backend) == (op, backend)]
         from hpcjit.spec import DeviceType, PlatformInfo
@@ -37,7 +44,7 @@ class TestEveryAdapter:
         assert "which is not installed" in reason
 
     def test_checks_its_arguments_first(self, op: str, backend: KernelBackend, monkeypatch):
-        for package in ("flashinfer", "flash_attn", "sglang"):
+        for package in ("flashinfer", "flash_attn", "deep_gemm", "sglang"):
             monkeypatch.setattr(_peers, package, lambda *names: pytest.fail("called"))
         args = [value.to(torch.int8) if isinstance(value, torch.Tensor) else value for value in demo_args(op)]
         with pytest.raises(ArgumentError):
@@ -185,7 +192,7 @@ SGLANG = {
     "moe.moe_topk_sum": {"moe_topk_sum": lambda x, out: out.copy_(x.float().sum(1))},
     "attention.merge_state": {"merge_state_triton": merge_state},
 }
-APART = ("layernorm.layernorm", "attention.decode")  # below, and in ops/test_decode_peers.py
+APART = ("layernorm.layernorm", "attention.decode", "moe.fused_moe")  # below, and in ops/test_decode_peers.py
 COMPARED = [(op, backend) for op, backend in DECLARED if op not in APART]
 
 
@@ -214,6 +221,64 @@ class TestLayernormOfFlashInfer:
     def test_refuses_what_the_kernel_cannot_take(self):
         with pytest.raises(ArgumentError, match="float32"):
             operator("layernorm.layernorm").forward_flashinfer(*self.args(weights=torch.bfloat16))
+
+
+class TestFusedMoeOfDeepGemm:
+    """With a stand-in that multiplies block by block, as DeepGEMM does, and leaves the rows of blocks of nobody."""
+
+    ALIGN = 16
+
+    @pytest.fixture(autouse=True)
+    def package(self, monkeypatch):
+        functions = {
+            "get_mk_alignment_for_contiguous_layout": lambda: self.ALIGN,
+            "m_grouped_bf16_gemm_nt_contiguous": lambda a, b, d, m: self.product(a.double(), b.double(), d, m),
+            "m_grouped_fp8_gemm_nt_contiguous": self.blockwise,
+        }
+        monkeypatch.setattr(_peers, "deep_gemm", functions.__getitem__)
+
+    def product(self, a, b, d, m_indices):
+        assert m_indices.dtype == torch.int32
+        assert len(m_indices) == len(a) == len(d)
+        d.fill_(float("nan"))
+        for first, expert in enumerate(m_indices[:: self.ALIGN].tolist()):
+            rows = slice(first * self.ALIGN, (first + 1) * self.ALIGN)
+            assert set(m_indices[rows].tolist()) == {expert}
+            if expert >= 0:
+                d[rows] = (a[rows] @ b[expert].t()).to(d.dtype)
+
+    def blockwise(self, a, b, d, m_indices):
+        x = a[0].double() * a[1].repeat_interleave(128, 1)
+        self.product(x, b[0].double() * b[1].repeat_interleave(128, 1).repeat_interleave(128, 2), d, m_indices)
+
+    @pytest.mark.parametrize(("quant", "codes"), [("bf16", False), ("fp8_block", True), ("fp8_block", False)])
+    @pytest.mark.parametrize("offset", [0, 8])
+    def test_rule(self, quant: str, codes: bool, offset: int):
+        sizes = Experts(
+            *(21, 8, 256, 128, 4), quant=quant, codes=codes, shared=True, offset=offset, global_experts=2 * offset
+        )
+        op = operator("moe.fused_moe")
+        args = sizes.make(Maker("cpu"))
+        args[3][5] = -1
+        found = numerics.check(op, args, op.forward_deepgemm)
+        assert all(deviation.ok for deviation in found), [str(deviation) for deviation in found]
+
+    def test_no_tokens(self):
+        operator("moe.fused_moe").forward_deepgemm(*Experts(0, 4, 128, 128, 2, quant="fp8_block").make(Maker("cpu")))
+
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            ({"quant": "fp8_tensor"}, "blockwise"),
+            ({"quant": "fp8_block", "activation": "gelu"}, "SiLU"),
+            ({"quant": "fp8_block", "on_input": True}, "on the output"),
+            ({"quant": "fp8_block", "inner": 192}, "whole blocks of 128"),
+        ],
+    )
+    def test_refuses_what_it_does_not_have(self, options: dict, reason: str):
+        sizes = Experts(**({"tokens": 3, "experts": 4, "hidden": 128, "inner": 128, "top_k": 2} | options))
+        with pytest.raises(BackendError, match=f"deepgemm cannot run this call: it.*{reason}"):
+            operator("moe.fused_moe").forward_deepgemm(*sizes.make(Maker("cpu")))
 
 
 class TestLightSglang:

@@ -3,7 +3,7 @@
 Every operator that FlashInfer or SGLang also has can run on it (`backend="flashinfer"`, `backend="aot"`), so that results
 and times are compared through the registry. An adapter passes our arguments on and adds nothing: no copies, no fallbacks;
 what the peer cannot do it refuses in its own words. (A peer that plans its calls is another matter: see
-`attention/_decode_peers.py`.)
+`attention/_decode_peers.py`; one that has the products of an operator only: `moe/_deepgemm_fused_moe.py`.)
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ FLASH_ATTN: dict[KernelBackend, Capabilities] = {
 SGLANG: dict[KernelBackend, Capabilities] = {
     KernelBackend.AOT: frozenset({CapabilityRequirement.cuda(min_sm=(8, 0), package="sglang.kernels")})
 }
+# Grouped products with scales of blocks in float32 are those for Hopper.
+DEEPGEMM: dict[KernelBackend, Capabilities] = {
+    KernelBackend.DEEPGEMM: frozenset({CapabilityRequirement.cuda(min_sm=(9, 0), max_sm=(9, 0), package="deep_gemm")})
+}
 CUBLAS_TF32: dict[KernelBackend, Capabilities] = {
     KernelBackend.CUBLAS_TF32: frozenset({CapabilityRequirement.cuda(min_sm=(8, 0))})
 }
@@ -60,6 +64,12 @@ def flashinfer(module: str, name: str) -> Callable[..., Any]:
 def flash_attn(name: str) -> Any:
     """`flash_attn_interface.<name>`, FlashAttention-3's module."""
     return getattr(importlib.import_module("flash_attn_interface"), name)
+
+
+@functools.cache
+def deep_gemm(name: str) -> Callable[..., Any]:
+    """`deep_gemm.<name>`."""
+    return getattr(importlib.import_module("deep_gemm"), name)
 
 
 @functools.cache

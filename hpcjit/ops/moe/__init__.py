@@ -1,7 +1,7 @@
 """Mixture of experts: routing, permutation and the expert products."""
 
 from hpcjit.ops._lazy import lazy
-from hpcjit.ops._peers import FLASHINFER, SGLANG, TRITON, TRITON_FP8
+from hpcjit.ops._peers import DEEPGEMM, FLASHINFER, SGLANG, TRITON, TRITON_FP8
 from hpcjit.registry import register_fused_op
 from hpcjit.spec import CapabilityRequirement, KernelBackend
 
@@ -17,7 +17,7 @@ _BACKENDS = {
     "router_topk": {KernelBackend.JIT: _HOPPER, KernelBackend.JIT_STEPS: _HOPPER},
     "moe_align_block_size": _JIT | SGLANG,
     "moe_sum_reduce": _JIT | SGLANG | TRITON,
-    "fused_moe": {KernelBackend.JIT: _HOPPER} | TRITON_FP8,
+    "fused_moe": {KernelBackend.JIT: _HOPPER} | DEEPGEMM | TRITON_FP8,
     "moe_plan": _JIT,
     "moe_reduce": _JIT | TRITON,
     "grouped_gemm": {KernelBackend.JIT: _HOPPER},

@@ -37,6 +37,13 @@ class FusedMoeOp(JitOp):
     def reference(self, *args: Any) -> None:
         _fused_moe_reference.run(FusedMoeArgs(*args))
 
+    def forward_deepgemm(self, *args: Any) -> None:
+        """Blockwise FP8 with whole blocks, or bfloat16; SiLU; weights on the output."""
+        self.check(*args)
+        from hpcjit.ops.moe import _deepgemm_fused_moe
+
+        _deepgemm_fused_moe.run(self.op, FusedMoeArgs(*args))
+
     def forward_triton(self, *args: Any) -> None:
         self.check(*args)
         from hpcjit.ops.moe import _triton_fused_moe
