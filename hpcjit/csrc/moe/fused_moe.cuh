@@ -2,16 +2,16 @@
 //
 //   quantise  x to FP8 (kQuantise)                                                   fused_moe_rows.cuh
 //   plan      pairs sorted by expert, tiles of rows of one expert                    plan.cuh, one or two launches
-//   gate-up   hidden[r] = act(gate) * up, rows gathered from x                       grouped.cuh
-//   down      row[r] = hidden[r] * w2^T                                              grouped.cuh
-//   combine   out[t] = sum of weight * row over the token's pairs, + shared_output   fused_moe_rows.cuh
+//   experts   hidden[r] = act(gate) * up, rows gathered from x                       fused_moe_kernel.cuh
+//             row[r] = hidden[r] * w2^T
+//             out[t] = sum of weight * row over the token's pairs, + shared_output
 //
 // Each waits for the one before it (pdl::wait), which had waited for its own predecessor, so all earlier results are there
 // as well. Nothing is read by the host: grids depend on shapes alone. All that passes from one to the next lies in the
-// workspace, at the offsets `at_...`; none of it needs to be cleared.
+// workspace, at the offsets `at_...`; none of it needs to be cleared. Counters are zero before and after.
 #pragma once
+#include "moe/fused_moe_kernel.cuh"
 #include "moe/fused_moe_rows.cuh"
-#include "moe/grouped.cuh"
 #include "moe/plan.cuh"
 
 namespace hpcjit::moe {
@@ -31,6 +31,7 @@ struct FusedMoeParams {
   const void* shared_output;
   void* out;
   uint8_t* workspace;
+  uint32_t* counters;
   int64_t num_tokens;
   int64_t top_k;
   int64_t num_experts;
@@ -45,8 +46,10 @@ struct FusedMoeParams {
   int64_t shared_stride;
   int64_t out_stride;
   int64_t plan_blocks;
-  int64_t gate_up_blocks;
-  int64_t down_blocks;
+  int64_t blocks;
+  int64_t chunk;  // these three: grouped_queue.cuh
+  int64_t lag;
+  int64_t slots;
   int64_t at_counts;        // int32, of plan_blocks
   int64_t at_sorted;        // int32 [pairs]
   int64_t at_position;      // int32 [pairs]
@@ -55,25 +58,24 @@ struct FusedMoeParams {
   int64_t at_x_scale;       // fp32 [num_tokens][groups]
   int64_t at_hidden;        // [pairs][intermediate_size]
   int64_t at_hidden_scale;  // fp32 [pairs][groups of 64]
-  int64_t at_rows;          // [pairs][hidden_size]
+  int64_t at_rows;          // [slots][chunk][pairs][128]
 };
 
 template <class Config>
 struct FusedMoe {
   using Params = FusedMoeParams;
   using weight_t = typename Config::weight_t;
-  using GateUp = GroupedLaunch<Config, true>;
-  using Down = GroupedLaunch<Config, false>;
+  using Shape = GroupedShape<Config>;
   static constexpr bool kScaled = Config::kQuant != kQuantNone;
 
   static cudaError_t prepare() {
     cudaFuncAttributes attributes;
-    cudaError_t status = cudaFuncGetAttributes(&attributes, combine_kernel<Config>);
+    cudaError_t status = PlanLaunch<Config>::prepare();
     if (Config::kQuantise != 0 && status == cudaSuccess)
       status = cudaFuncGetAttributes(&attributes, quantise_kernel<Config::kQuantise>);
-    if (status == cudaSuccess) status = PlanLaunch<Config>::prepare();
-    if (status == cudaSuccess) status = GateUp::prepare();
-    return status == cudaSuccess ? Down::prepare() : status;
+    if (status != cudaSuccess) return status;
+    return cudaFuncSetAttribute(fused_moe_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                Shape::kSmem);
   }
 
   template <class T>
@@ -127,7 +129,7 @@ struct FusedMoe {
     return g;
   }
 
-  static cudaError_t gate_up(const Params& p, cudaStream_t stream) {
+  static GroupedParams gate_up(const Params& p) {
     constexpr bool kOwnCodes = Config::kQuantise != 0, kOwnScales = Config::kQuantise > kScaleGiven;
     GroupedParams g = grouped(p);
     g.rows = kOwnCodes ? at<void>(p, p.at_x) : p.x;
@@ -136,12 +138,6 @@ struct FusedMoe {
     g.scale_row_stride = p.x_scale_token_stride;
     g.scale_group_stride = p.x_scale_group_stride;
     g.weight_scale = p.w13_scale;
-    g.topk_ids = p.topk_ids;
-    g.ids_stride = p.ids_stride;
-    g.num_pairs = int(p.num_tokens * p.top_k);
-    g.expert_offset = int(p.expert_offset);
-    if (g.num_pairs <= kGuessedPairs)
-      g.guessed_stages = int(kGuessedBytes / (p.gate_up_blocks * 2 * kBoxBytes));
     g.depth = int(p.hidden_size);
     g.scale_groups = int(ceil_div(p.hidden_size, kScaleBlock));
     g.features = int(p.intermediate_size);
@@ -150,10 +146,10 @@ struct FusedMoe {
     g.out_stride = p.intermediate_size;
     g.out_scale = at<float>(p, p.at_hidden_scale);
     g.out_scale_stride = g.feature_tiles;
-    return GateUp::launch(g, p.w13, p.gate_up_blocks, stream);
+    return g;
   }
 
-  static cudaError_t down(const Params& p, cudaStream_t stream) {
+  static GroupedParams down(const Params& p) {
     GroupedParams g = grouped(p);
     g.rows = at<void>(p, p.at_hidden);
     g.row_stride = p.intermediate_size;
@@ -164,14 +160,12 @@ struct FusedMoe {
     g.weight_scale = p.w2_scale;
     g.depth = int(p.intermediate_size);
     g.features = int(p.hidden_size);
-    g.feature_tiles = int(ceil_div(p.hidden_size, 2 * kBoxRows));
-    g.out = at<void>(p, p.at_rows);
-    g.out_stride = p.hidden_size;
-    return Down::launch(g, p.w2, p.down_blocks, stream);
+    g.feature_tiles = int(ceil_div(p.hidden_size, kWeightRows));
+    return g;
   }
 
-  static cudaError_t combine(const Params& p, cudaStream_t stream) {
-    CombineParams c = {};
+  static SumParams sum(const Params& p) {
+    SumParams c = {};
     c.rows = at<void>(p, p.at_rows);
     c.position = at<int32_t>(p, p.at_position);
     c.weights = p.topk_weights;
@@ -180,18 +174,47 @@ struct FusedMoe {
     c.weights_stride = p.weights_stride;
     c.shared_stride = p.shared_stride;
     c.out_stride = p.out_stride;
+    c.num_tokens = int(p.num_tokens);
+    c.num_rows = int(p.num_tokens * p.top_k);
     c.hidden_size = int(p.hidden_size);
     c.top_k = int(p.top_k);
-    const int64_t blocks = p.num_tokens * ceil_div(p.hidden_size, kRowThreads * kVec);
-    return hpcjit::launch(combine_kernel<Config>, {blocks, kRowThreads, 0, Config::kPdl}, stream, c);
+    return c;
+  }
+
+  static cudaError_t experts(const Params& p, cudaStream_t stream) {
+    FusedKernelParams k = {};
+    k.gate_up = gate_up(p);
+    k.down = down(p);
+    k.sum = sum(p);
+    k.topk_ids = p.topk_ids;
+    k.ids_stride = p.ids_stride;
+    k.num_pairs = k.sum.num_rows;
+    k.expert_offset = int(p.expert_offset);
+    if (k.num_pairs <= kGuessedPairs)
+      k.guessed_columns = int(kGuessedBytes / (p.blocks * kWeightBytes)) * Shape::kStageK;
+    const int chunks = int(ceil_div(k.down.feature_tiles, p.chunk));
+    k.queue = {p.counters,
+               int(p.chunk),
+               chunks,
+               int(p.lag),
+               int(p.slots),
+               int(ceil_div(p.num_tokens, kTokensOfSum)),
+               k.gate_up.feature_tiles,
+               k.down.feature_tiles};
+    CUtensorMap w13, w2;
+    cudaError_t status =
+        encode_weights<Config, true>(w13, p.w13, p.num_experts, p.intermediate_size, p.hidden_size);
+    if (status == cudaSuccess)
+      status = encode_weights<Config, false>(w2, p.w2, p.num_experts, p.hidden_size, p.intermediate_size);
+    if (status != cudaSuccess) return status;
+    const LaunchShape shape = {p.blocks, Shape::kThreads, Shape::kSmem, Config::kPdl};
+    return hpcjit::launch(fused_moe_kernel<Config>, shape, stream, k, w13, w2);
   }
 
   static cudaError_t launch(const Params& p, cudaStream_t stream) {
     cudaError_t status = quantise(p, stream);
     if (status == cudaSuccess) status = plan(p, stream);
-    if (status == cudaSuccess) status = gate_up(p, stream);
-    if (status == cudaSuccess) status = down(p, stream);
-    return status == cudaSuccess ? combine(p, stream) : status;
+    return status == cudaSuccess ? experts(p, stream) : status;
   }
 };
 

@@ -25,7 +25,7 @@ struct GroupedGemmParams {
 template <class Config>
 struct GroupedGemm {
   using Params = GroupedGemmParams;
-  using Launch = GroupedLaunch<Config, false>;
+  using Launch = GroupedLaunch<Config>;
 
   static cudaError_t prepare() { return Launch::prepare(); }
 
@@ -43,7 +43,7 @@ struct GroupedGemm {
     g.depth = int(p.depth);
     g.scale_groups = int(ceil_div(p.depth, kScaleBlock));
     g.features = int(p.features);
-    g.feature_tiles = int(ceil_div(p.features, 2 * kBoxRows));
+    g.feature_tiles = int(ceil_div(p.features, kWeightRows));
     g.out = p.out;
     g.out_stride = p.out_stride;
     return Launch::launch(g, p.weight, p.blocks, stream);

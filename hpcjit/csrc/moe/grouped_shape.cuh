@@ -6,9 +6,9 @@
 namespace hpcjit::moe {
 
 constexpr int kQuantNone = 0, kQuantTensor = 1, kQuantChannel = 2, kQuantBlock = 3;  // Config::kQuant
-constexpr int kBoxRows = 64,
-              kRowBytes = 128;  // of a box of weights; a row of a box is what the swizzle spans
-constexpr int kBoxBytes = kBoxRows * kRowBytes;
+constexpr int kRowBytes = 128;    // of K in a stage, what the swizzle spans
+constexpr int kWeightRows = 128;  // of an item: 64 for each warpgroup that multiplies
+constexpr int kWeightBytes = kWeightRows * kRowBytes;
 constexpr int kScaleBlock = 128,
               kHidden = 64;  // features that share a scale: of weights, and of the hidden activation
 
@@ -16,7 +16,7 @@ constexpr int kScaleBlock = 128,
 struct GroupedParams {
   const uint4* tiles;  // of plan.cuh
   const int32_t* num_tiles;
-  const int32_t* sorted;  // Gather: row r is that of token sorted[r] / top_k
+  const int32_t* sorted;  // kGateUp: row r is that of token sorted[r] / top_k
   const void* rows;
   const float* row_scale;  // FP8: [row or token][group of K], strides below
   const float*
@@ -26,54 +26,66 @@ struct GroupedParams {
   float* out_scale;  // hidden activation in FP8: [row][out_scale_stride], one for 64 features
   int64_t row_stride, scale_row_stride, scale_group_stride, weights_stride, out_stride, out_scale_stride;
   int top_k, num_experts;
-  // kGateUp: for the guess which weights a block will need first, and stages of them that are fetched on it.
-  const int32_t* topk_ids;
-  int64_t ids_stride;
-  int num_pairs, expert_offset, guessed_stages;
   int depth;          // K, elements
   int scale_groups;   // of a row
   int features;       // of the result
   int feature_tiles;  // items of a tile
 };
 
-// kGateUp: a box of gate rows and one of up rows, for 64 features. Otherwise two boxes of neighbouring rows, 128 features.
-template <class Config, bool kGateUp>
-struct GroupedShape {
-  using weight_t = typename Config::weight_t;
-  static constexpr bool kScaled = Config::kQuant != kQuantNone;
-  static constexpr int kTokens = Config::kTokens;
-  static constexpr int kColumns = kTokens < 64 ? kTokens : 64;  // of a product: tokens of a warpgroup
-  static constexpr int kGroups = kTokens / kColumns;
-  static constexpr int kComputing = 128 * kGroups, kThreads = kComputing + 128;
-  static constexpr int kStageK = kRowBytes / int(sizeof(weight_t));
-  static constexpr int kFeatures = kGateUp ? 64 : 128;  // of an item
-  static constexpr int kParts =
-      kScaled && !kGateUp && Config::kHalfGroups ? 2 : 1;  // scales of a row in a stage
-  static constexpr int kStageBytes = 2 * kBoxBytes + kTokens * kRowBytes;
-  static constexpr int kScaleFloats =
-      kScaled ? kParts * kTokens + 4 : 0;  // of the rows, and of each box of weights
-  static constexpr int kStagedPitch = 64 * int(sizeof(weight_t)) + 16;
-  static constexpr int kStaged = kGateUp ? kTokens * kStagedPitch : 0;
-  static constexpr int kMaxima = kGateUp && kScaled ? kGroups * 4 * kColumns * 4 : 0;
-  static constexpr int kPerStage = kStageBytes + kScaleFloats * 4 + 16;
-  static constexpr int kBudget = (Config::kBlocksPerSm == 1 ? 227 : 113) * 1024 - 1024;  // and for alignment
-  static constexpr int kFit = (kBudget - kStaged - kMaxima) / kPerStage;
-  static constexpr int kStages = kFit < 12 ? kFit : 12;
-  static constexpr int kLag = kStages > 5 ? 4 : kStages - 2;  // stages whose rows are under way
-  static constexpr int kScales = kStages * kStageBytes;
-  static constexpr int kStagedAt = kScales + kStages * kScaleFloats * 4;
-  static constexpr int kMaximaAt = kStagedAt + kStaged;
-  static constexpr int kBarriers = (kMaximaAt + kMaxima + 15) / 16 * 16;
-  static constexpr int kSmem = kBarriers + kStages * 16 + 1024;
-  // Registers of a thread at the launch, and where those that compute need more, what they get from those that copy.
-  static constexpr int kAtLaunch = 65536 / (kThreads * Config::kBlocksPerSm) / 8 * 8;
-  static constexpr bool kRaises = kGroups > 1;
-  static constexpr int kCopying = 72, kRaised = 216;
-  static_assert(kStages >= 3 && kTokens % kColumns == 0 && kGroups <= 2 && (kTokens & (kTokens - 1)) == 0);
-  static_assert(!kRaises || kCopying + kGroups * kRaised <= 512);
+struct GroupedItem {
+  int expert, first, rows, feature_tile;
+  int kind, tile, chunk, ready;  // of fused_moe: grouped_queue.cuh
 };
 
-// Where a block stands in the ring.
+// An item is up to kTokens rows of one expert and 128 rows of its weights: kGateUp, 64 of gate and 64 of up.
+template <class Config>
+struct GroupedShape {
+  using weight_t = typename Config::weight_t;
+  using partial_t = typename Config::partial_t;
+  static constexpr bool kScaled = Config::kQuant != kQuantNone;
+  static constexpr int kTokens = Config::kTokens;
+  static constexpr int kColumns = kTokens <= 128 ? kTokens : kTokens / 2;  // of a product: tokens
+  static constexpr int kPasses = kTokens / kColumns;
+  static constexpr int kComputing = 256, kThreads = kComputing + 128;
+  static constexpr int kStageK = kRowBytes / int(sizeof(weight_t));
+  // Scales of a row in a stage: of gate-up's rows, and of down's.
+  static constexpr int parts(bool gate_up) { return kScaled && !gate_up && Config::kHalfGroups ? 2 : 1; }
+  // Whether scales of rows differ along K; otherwise they come with the last stage of an item.
+  static constexpr bool by_group(bool gate_up) {
+    return Config::kQuant == kQuantBlock || parts(gate_up) == 2;
+  }
+
+  static constexpr int max(int a, int b) { return a > b ? a : b; }
+  static constexpr int kStageBytes = kWeightBytes + kTokens * kRowBytes;
+  static constexpr int kScaleFloats =
+      kScaled ? parts(false) * kTokens + 4 : 0;  // of the rows, and of weights
+  static constexpr int kHiddenPitch = kHidden * int(sizeof(weight_t)) + 16;
+  static constexpr int kHiddenBytes = kColumns * kHiddenPitch;
+  static constexpr int kMaxima = 9 * kColumns * 4;  // of each warp; inverse scales
+  static constexpr int kPartialBytes = kColumns * 64 * int(sizeof(partial_t));  // of a warpgroup
+  static constexpr int kStaged = max(kHiddenBytes + kMaxima, 2 * kPartialBytes);
+  static constexpr int kItems = 8;  // announced at a time
+  static constexpr int kItemBytes = kItems * (int(sizeof(GroupedItem)) + 16);
+  static constexpr int kPerStage = kStageBytes + kScaleFloats * 4 + 16;
+  static constexpr int kBudget = (Config::kBlocksPerSm == 1 ? 227 : 113) * 1024 - 1024;  // and for alignment
+  static constexpr int kFit = (kBudget - kStaged - kItemBytes - 16) / kPerStage;
+  static constexpr int kStages = kFit < 12 ? kFit : 12;
+  static constexpr int kLag = kStages > 5 ? 4 : kStages - 2;  // stages whose rows are under way
+  static constexpr int kStagedAt = kStages * kStageBytes;
+  static constexpr int kScales = kStagedAt + kStaged;
+  static constexpr int kItemsAt = kScales + kStages * kScaleFloats * 4;
+  static constexpr int kItemBarriers = kItemsAt + kItems * int(sizeof(GroupedItem));
+  static constexpr int kBarriers = kItemBarriers + kItems * 16;
+  static constexpr int kStateAt = kBarriers + kStages * 16;  // of fused_moe's warpgroups
+  static constexpr int kSmem = kStateAt + 16 + 1024;
+  // Registers of a thread where those that compute need more than they were launched with.
+  static constexpr bool kRaises = kTokens > 64;
+  static constexpr int kCopying = 56, kRaised = 224;
+  static_assert(kStages >= 3 && kTokens % kColumns == 0 && kTokens % 16 == 0);
+  static_assert(!kRaises || kCopying + 2 * kRaised <= 512);
+};
+
+// Where a thread is in a ring of kStages, whose barriers (full, empty) follow each other.
 template <int kStages>
 struct GroupedRing {
   uint32_t data, barriers;
@@ -90,18 +102,8 @@ struct GroupedRing {
   }
 };
 
-struct GroupedItem {
-  int expert, first, rows, feature_tile;
-};
-
-// First row of box `box` of an item in the matrix of all experts' weights.
-template <bool kGateUp>
-__device__ __forceinline__ int weight_row(const GroupedParams& p, const GroupedItem& item, int box) {
-  if constexpr (kGateUp) return (item.expert * 2 + box) * p.features + item.feature_tile * kBoxRows;
-  return item.expert * p.features + (item.feature_tile * 2 + box) * kBoxRows;
-}
-
-// The items of a block: tile by tile, all features of a tile before the next. A tile is read an item ahead.
+// The items of a block where nothing but the product is asked for: tile by tile, all features of a tile before the next.
+// A tile is read an item ahead.
 class GroupedWalk {
  public:
   __device__ explicit GroupedWalk(const GroupedParams& p)

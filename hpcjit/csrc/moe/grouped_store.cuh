@@ -1,116 +1,142 @@
 // What becomes of the sums of the grouped product; see grouped.cuh. A thread's columns are tokens, its rows features.
 #pragma once
 #include "hpcjit/math/activation.cuh"
+#include "hpcjit/ptx/bulk_store.cuh"
 #include "hpcjit/ptx/named_barrier.cuh"
 #include "moe/grouped_sums.cuh"
 
 namespace hpcjit::moe {
 
-// The thread's place in a tile of 64 features and kColumns tokens.
+constexpr int kBothGroups = 3;  // barrier of the warpgroups that compute; each one's own is 1 + its number
+
+// A thread's place among those that compute. kGateUp: sums i < 2 are of gate, others of up, of the same feature.
+template <bool kGateUp>
 struct GroupedPlace {
   int group, warp, lane;
-  __device__ int feature(int i) const { return 16 * warp + lane / 4 + (i & 2) * 4; }  // of sum i
+  __device__ int feature(int i) const {  // of sum i, in the item
+    return kGateUp ? 32 * group + 8 * warp + lane / 4 : 64 * group + 16 * warp + lane / 4 + (i & 2) * 4;
+  }
   __device__ int column(int i) const { return 8 * (i / 4) + 2 * (lane % 4) + (i & 1); }
 };
 
-// FP8 without blocks: the scales of the thread's four rows, [box][first, second].
-template <class Config, bool kGateUp>
-struct GroupedRowScales {
-  static constexpr bool kUsed = Config::kQuant == kQuantTensor || Config::kQuant == kQuantChannel;
-  float scale[2][2] = {{1.f, 1.f}, {1.f, 1.f}};
-
-  __device__ void load(const GroupedParams& p, const GroupedItem& item, const GroupedPlace& place) {
-    if constexpr (kUsed) {
+// FP8 without blocks: the scales of the thread's two rows of weights.
+template <class Config, bool kGateUp, int kPasses, int n>
+__device__ __forceinline__ void scale_features(const GroupedParams& p, const GroupedItem& item,
+                                               const GroupedPlace<kGateUp>& place,
+                                               float (&value)[kPasses][n]) {
+  if constexpr (Config::kQuant == kQuantTensor || Config::kQuant == kQuantChannel) {
+    float scale[2];
 #pragma unroll
-      for (int box = 0; box < 2; ++box) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          scale[box][half] = p.weight_scale[index(p, item, place, box, half)];
+    for (int half = 0; half < 2; ++half) {
+      int64_t index = item.expert;
+      if constexpr (Config::kQuant == kQuantChannel) {
+        const int feature = item.feature_tile * (kGateUp ? kHidden : kWeightRows) + place.feature(2 * half);
+        index = (kGateUp ? index * 2 + half : index) * p.features + min(feature, p.features - 1);
       }
+      scale[half] = p.weight_scale[index];
+    }
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+#pragma unroll
+      for (int i = 0; i < n; ++i) value[pass][i] *= scale[i % 4 / 2];
     }
   }
+}
 
-  __device__ static int64_t index(const GroupedParams& p, const GroupedItem& item, const GroupedPlace& place,
-                                  int box, int half) {
-    if constexpr (Config::kQuant == kQuantTensor) return item.expert;
-    const int tile = kGateUp ? item.feature_tile : item.feature_tile * 2 + box;
-    const int feature = min(tile * kBoxRows + place.feature(2 * half), p.features - 1);
-    const int64_t matrix = kGateUp ? int64_t(item.expert) * 2 + box : item.expert;
-    return matrix * p.features + feature;
-  }
-
-  template <int n>
-  __device__ void apply(float (&value)[2][n]) const {
-    if constexpr (kUsed) {
+// Results of 64 features of a warpgroup to shared memory: [token][64], the 16-byte pieces of each 128 bytes of a row swapped
+// by the row's number `first_row + token`, so that those of eight rows lie in different banks.
+template <class row_t, int n>
+__device__ __forceinline__ void stage_rows(uint8_t* staged, const GroupedPlace<false>& place, int first_row,
+                                           const float (&value)[n]) {
+  if constexpr (sizeof(row_t) == 2) {
+    const uint32_t base = copy::shared_address(staged);
+    const int token = place.lane % 8 + place.lane / 16 * 8, piece = 2 * place.warp + place.lane / 8 % 2;
+    const uint32_t target = base + token * 128 + ((piece ^ ((first_row + token) & 7)) << 4);
 #pragma unroll
-      for (int i = 0; i < n; ++i) {
-        value[0][i] *= scale[0][i % 4 / 2];
-        value[1][i] *= scale[1][i % 4 / 2];
-      }
+    for (int i = 0; i < n; i += 8) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) packed[j] = pack2<row_t>(value[i + 2 * j], value[i + 2 * j + 1]);
+      bulk_store::matrices_transposed(target + i * 2 * 128, packed);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const int token = place.column(i), feature = place.feature(i) % 64;
+      const int piece = (feature / 4) ^ ((first_row + token) & 7);
+      reinterpret_cast<float*>(staged)[token * 64 + piece * 4 + feature % 4] = value[i];
     }
   }
-};
+}
 
-// Rows of the result, written as they lie in registers: eight lanes have neighbouring features of a token.
+// Rows of the result to where the caller wants them. By all threads of a warpgroup.
 template <class Config, int n>
 __device__ __forceinline__ void store_rows(const GroupedParams& p, const GroupedItem& item,
-                                           const GroupedPlace& place, const float (&value)[2][n]) {
+                                           const GroupedPlace<false>& place, uint8_t* staged, int first_token,
+                                           const float (&value)[n]) {
   using row_t = typename Config::partial_t;
-  constexpr int kColumns = n * 2;
-  const int first = place.group * kColumns;
-  row_t* out = static_cast<row_t*>(p.out) + int64_t(item.first + first) * p.out_stride;
-#pragma unroll
-  for (int i = 0; i < n; ++i) {
-    if (first + place.column(i) >= item.rows) continue;
-    row_t* row = out + place.column(i) * p.out_stride;
-#pragma unroll
-    for (int box = 0; box < 2; ++box) {
-      const int feature = (item.feature_tile * 2 + box) * kBoxRows + place.feature(i);
-      if (feature < p.features) row[feature] = from_float<row_t>(value[box][i]);
+  static_assert(sizeof(row_t) == 2);
+  named_barrier::sync<128>(1 + place.group);  // the rows before these have left shared memory
+  stage_rows<row_t>(staged, place, 0, value);
+  named_barrier::sync<128>(1 + place.group);
+  const int thread = place.warp * 32 + place.lane, piece = thread % 8;
+  const int feature = item.feature_tile * kWeightRows + place.group * 64 + piece * 8;
+  row_t* out = static_cast<row_t*>(p.out) + int64_t(item.first + first_token) * p.out_stride + feature;
+  const bool whole =
+      feature + 8 <= p.features && (reinterpret_cast<uintptr_t>(p.out) | p.out_stride * 2) % 16 == 0;
+  for (int r = thread / 8; r < n * 2 && first_token + r < item.rows; r += 16) {
+    const uint8_t* source = staged + r * 128 + ((piece ^ (r & 7)) << 4);
+    if (whole) {
+      *reinterpret_cast<uint4*>(out + r * p.out_stride) = *reinterpret_cast<const uint4*>(source);
+    } else {
+      for (int i = 0; i < 8 && feature + i < p.features; ++i)
+        out[r * p.out_stride + i] = reinterpret_cast<const row_t*>(source)[i];
     }
   }
 }
 
 // The activation of gate and up, and its way through shared memory to rows in global memory: bf16, or e4m3 with a scale for
-// each row and 64 features, whose maximum the four warps find together.
+// each row and 64 features, whose maximum the eight warps find together.
 template <class Config, int n>
 class HiddenStore {
-  using Shape = GroupedShape<Config, true>;
+  using Shape = GroupedShape<Config>;
   using weight_t = typename Config::weight_t;
   static constexpr int kColumns = Shape::kColumns;
 
  public:
-  __device__ HiddenStore(const GroupedParams& p, const GroupedItem& item, const GroupedPlace& place,
-                         uint8_t* smem)
-      : p_(p), item_(item), place_(place), first_(place.group * kColumns) {
-    staged_ = smem + Shape::kStagedAt + first_ * Shape::kStagedPitch;
-    maxima_ = reinterpret_cast<float*>(smem + Shape::kMaximaAt) + place.group * 4 * kColumns;
+  __device__ HiddenStore(const GroupedParams& p, const GroupedItem& item, const GroupedPlace<true>& place,
+                         uint8_t* staged, int first_token)
+      : p_(p), item_(item), place_(place), first_(first_token), staged_(staged) {
+    maxima_ = reinterpret_cast<float*>(staged + Shape::kHiddenBytes);
   }
 
-  // Destroys `value`. All threads of the warpgroup call it.
-  __device__ __forceinline__ void run(float (&value)[2][n]) {
-    activate_all(value);
-    if constexpr (Shape::kScaled) share_maxima(value[0]);
-    named_barrier::sync<128>(1 + place_.group);  // also: the rows before these have left shared memory
-    if constexpr (Shape::kScaled) scale_all(value[0]);
-    weight_t* staged = reinterpret_cast<weight_t*>(staged_);
-#pragma unroll
-    for (int i = 0; i < n; ++i)
-      staged[place_.column(i) * (Shape::kStagedPitch / int(sizeof(weight_t))) + place_.feature(i)] =
-          from_float<weight_t>(value[0][i]);
-    named_barrier::sync<128>(1 + place_.group);
+  // By all threads of both warpgroups; what was staged before has left shared memory when they meet.
+  __device__ __forceinline__ void run(const float (&value)[n]) {
+    float h[n / 2];  // h[2 j + i]: column 8 j + 2 t + i
+    activate_all(value, h);
+    if constexpr (Shape::kScaled) {
+      share_maxima(h);
+      named_barrier::sync<256>(kBothGroups);
+      find_scale();
+    }
+    named_barrier::sync<256>(kBothGroups);
+    stage(h);
+    named_barrier::sync<256>(kBothGroups);
     write();
   }
 
  private:
-  __device__ __forceinline__ void activate_all(float (&value)[2][n]) {
+  __device__ int column(int i) const { return 8 * (i / 2) + 2 * (place_.lane % 4) + i % 2; }
+
+  __device__ __forceinline__ void activate_all(const float (&value)[n], float (&h)[n / 2]) {
+    const bool live = item_.feature_tile * kHidden + place_.feature(0) < p_.features;
 #pragma unroll
-    for (int i = 0; i < n; ++i) {
+    for (int i = 0; i < n / 2; ++i) {
       float weight = 1.f;
-      if constexpr (Config::kWeightsOnInput) weight = topk_weight(first_ + place_.column(i));
-      const float gate = value[0][i] * weight, up = value[1][i] * weight;
-      const bool live = item_.feature_tile * kHidden + place_.feature(i) < p_.features;
-      value[0][i] = live ? activate<Activation(Config::kActivation), false>(gate) * up : 0.f;
+      if constexpr (Config::kWeightsOnInput) weight = topk_weight(first_ + column(i));
+      const int at = i / 2 * 4 + i % 2;
+      const float gate = value[at] * weight, up = value[at + 2] * weight;
+      h[i] = live ? activate<Activation(Config::kActivation), false>(gate) * up : 0.f;
     }
   }
 
@@ -120,51 +146,71 @@ class HiddenStore {
     return p_.topk_weights[pair / p_.top_k * p_.weights_stride + pair % p_.top_k];
   }
 
-  __device__ __forceinline__ void share_maxima(const float (&h)[n]) {
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      if (i & 2) continue;
-      float largest = fmaxf(fabsf(h[i]), fabsf(h[i + 2]));  // fmaxf drops NaN
-#pragma unroll
-      for (int offset = 4; offset < 32; offset *= 2)
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-      if (place_.lane < 4) maxima_[place_.warp * kColumns + place_.column(i)] = largest;
+  // A step of it halves the columns of a lane: it keeps and gets those of one half. Where that begins.
+  template <int kLeft, int kLanes>
+  __device__ __forceinline__ int halve(float (&largest)[n / 2]) const {
+    if constexpr (kLeft == 0) {  // one is left
+      largest[0] = fmaxf(largest[0], __shfl_xor_sync(0xffffffffu, largest[0], kLanes));
+      return 0;
     }
+    const bool upper = place_.lane & kLanes;
+#pragma unroll
+    for (int i = 0; i < kLeft; ++i) {
+      const float low = largest[i], high = largest[i + kLeft];
+      largest[i] = fmaxf(upper ? high : low, __shfl_xor_sync(0xffffffffu, upper ? low : high, kLanes));
+    }
+    return upper ? kLeft : 0;
   }
 
-  __device__ __forceinline__ void scale_all(float (&h)[n]) {
-    const bool writes = place_.warp == 0 && place_.lane < 4;
+  // Of each column, over the eight lanes that have it.
+  __device__ __forceinline__ void share_maxima(const float (&h)[n / 2]) {
+    float largest[n / 2];
 #pragma unroll
-    for (int i = 0; i < n; ++i) {
-      if (i & 2) continue;
-      const int column = place_.column(i);
-      float largest = maxima_[column];
+    for (int i = 0; i < n / 2; ++i) largest[i] = fmaxf(fabsf(h[i]), 0.f);  // fmaxf drops NaN
+    // Of h, whose maximum is largest[0] then.
+    const int first = halve<n / 4, 4>(largest) + halve<n / 8, 8>(largest) + halve<n / 16, 16>(largest);
+    float* maxima = maxima_ + (place_.group * 4 + place_.warp) * kColumns;
 #pragma unroll
-      for (int warp = 1; warp < 4; ++warp) largest = fmaxf(largest, maxima_[warp * kColumns + column]);
-      const float scale = fmaxf(largest, kQuantFloor) / kE4m3Max;
-      const float inverse = 1.f / scale;
-      h[i] *= inverse;
-      h[i + 2] *= inverse;
-      if (writes && first_ + column < item_.rows)
-        p_.out_scale[int64_t(item_.first + first_ + column) * p_.out_scale_stride + item_.feature_tile] =
-            scale;
+    for (int i = 0; i < Shape::max(n / 16, 1); ++i) maxima[column(first + i)] = largest[i];
+  }
+
+  // A thread's column, over all warps.
+  __device__ __forceinline__ void find_scale() {
+    const int column = threadIdx.x;
+    if (column >= kColumns) return;
+    float largest = maxima_[column];
+#pragma unroll
+    for (int warp = 1; warp < 8; ++warp) largest = fmaxf(largest, maxima_[warp * kColumns + column]);
+    const float scale = fmaxf(largest, kQuantFloor) / kE4m3Max;
+    maxima_[8 * kColumns + column] = 1.f / scale;
+    if (first_ + column < item_.rows)
+      p_.out_scale[int64_t(item_.first + first_ + column) * p_.out_scale_stride + item_.feature_tile] = scale;
+  }
+
+  __device__ __forceinline__ void stage(float (&h)[n / 2]) {
+    constexpr int kPitch = Shape::kHiddenPitch / int(sizeof(weight_t));
+    weight_t* staged = reinterpret_cast<weight_t*>(staged_) + place_.feature(0);
+#pragma unroll
+    for (int i = 0; i < n / 2; ++i) {
+      if constexpr (Shape::kScaled) h[i] *= maxima_[8 * kColumns + column(i)];
+      staged[column(i) * kPitch] = from_float<weight_t>(h[i]);
     }
   }
 
   __device__ __forceinline__ void write() const {
-    constexpr int kPerChunk = 16 / int(sizeof(weight_t)), kChunks = kHidden / kPerChunk;
-    const int thread = place_.warp * 32 + place_.lane;
-    const int feature = item_.feature_tile * kHidden + thread % kChunks * kPerChunk;
+    constexpr int kOfPiece = 16 / int(sizeof(weight_t)), kPieces = kHidden / kOfPiece;
+    const int thread = place_.group * 128 + place_.warp * 32 + place_.lane;
+    const int feature = item_.feature_tile * kHidden + thread % kPieces * kOfPiece;
     if (feature >= p_.features) return;
     weight_t* out = static_cast<weight_t*>(p_.out) + feature;
-    for (int r = thread / kChunks; r < kColumns && first_ + r < item_.rows; r += 128 / kChunks)
+    for (int r = thread / kPieces; r < kColumns && first_ + r < item_.rows; r += 256 / kPieces)
       *reinterpret_cast<uint4*>(out + int64_t(item_.first + first_ + r) * p_.out_stride) =
-          *reinterpret_cast<const uint4*>(staged_ + r * Shape::kStagedPitch + thread % kChunks * 16);
+          *reinterpret_cast<const uint4*>(staged_ + r * Shape::kHiddenPitch + thread % kPieces * 16);
   }
 
   const GroupedParams& p_;
   const GroupedItem& item_;
-  const GroupedPlace& place_;
+  const GroupedPlace<true>& place_;
   int first_;
   uint8_t* staged_;
   float* maxima_;

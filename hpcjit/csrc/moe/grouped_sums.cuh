@@ -1,4 +1,7 @@
 // The main loop of the grouped product, of one warpgroup; see grouped.cuh.
+//
+// The sums of a tile of up to 128 tokens stay in registers, those of 256 in two passes over each stage. How many columns a
+// product has follows from the rows of the tile.
 #pragma once
 #include "hpcjit/ptx/mbarrier.cuh"
 #include "hpcjit/ptx/wgmma_shared.cuh"
@@ -6,92 +9,131 @@
 
 namespace hpcjit::moe {
 
-// A thread's sums: value[box][4 j + i] is of row (i < 2 ? g : g + 8) of its warp's 16, column 8 j + 2 t + i % 2.
+// A thread's sums: value[pass][4 j + i] is of row (i < 2 ? g : g + 8) of its warp's 16, column 8 j + 2 t + i % 2.
 template <class Config, bool kGateUp>
 class GroupedSums {
-  using Shape = GroupedShape<Config, kGateUp>;
-  using Product = wgmma::SharedProduct<typename Config::weight_t, Shape::kColumns>;
-  static constexpr int kSteps = 4 / Shape::kParts;  // of 32 bytes of K
-  static constexpr bool kScaled = Shape::kScaled;
+  using Shape = GroupedShape<Config>;
+  using weight_t = typename Config::weight_t;
+  static constexpr int kParts = Shape::parts(kGateUp), kSteps = 4 / kParts;  // steps of 32 bytes of K
+  static constexpr bool kScaled = Shape::kScaled, kByGroup = Shape::by_group(kGateUp);
 
  public:
-  static constexpr int kSums = Product::kSums;
+  static constexpr int kSums = Shape::kColumns / 2, kPasses = Shape::kPasses;
   using Ring = GroupedRing<Shape::kStages>;
-  float value[2][kSums];
+  float value[kPasses][kSums];
 
-  __device__ GroupedSums(const Ring& ring, const float* scales, int group, int lane)
-      : ring_(ring), scales_(scales), group_(group), lane_(lane) {}
+  // `scales` of all stages.
+  __device__ GroupedSums(const float* scales, int group, int lane)
+      : scales_(scales), group_(group), lane_(lane) {}
 
-  // Over `stages` of the ring. Where no row of the warpgroup is live it only hands the stages back.
-  __device__ __forceinline__ void accumulate(int stages, bool live) {
+  // Over all stages of an item with `rows` rows.
+  __device__ __forceinline__ void accumulate(Ring& ring, int depth, int rows) {
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) value[0][i] = value[1][i] = 0.f;
-    for (int k = 0; k < stages; ++k) {
-      mbarrier::wait(ring_.full(), ring_.parity);
-      if (live) multiply_stage(k > 0);
+    for (int pass = 0; pass < kPasses; ++pass) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) value[pass][i] = 0.f;
+    }
+#pragma unroll 1
+    for (int k = 0; k < depth; k += Shape::kStageK) {
+      mbarrier::wait(ring.full(), ring.parity);
+      const uint32_t stage = ring.data + ring.stage * Shape::kStageBytes;
+      const float* scales = scales_ + ring.stage * Shape::kScaleFloats;
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass)
+        multiply_rows(pass, stage, scales, k, depth, rows - pass * Shape::kColumns);
+      if constexpr (kScaled && !kByGroup)
+        if (k + Shape::kStageK >= depth) scale_rows(scales);
       __syncwarp();  // all lanes have read the scales
-      if (lane_ == 0) mbarrier::arrive(ring_.empty());
-      ring_.advance();
+      if (lane_ == 0) mbarrier::arrive(ring.empty());
+      ring.advance();
     }
   }
 
  private:
-  __device__ __forceinline__ void multiply_stage(bool add) {
-    const uint32_t stage = ring_.data + ring_.stage * Shape::kStageBytes;
-    const uint64_t first = wgmma::descriptor<kRowBytes>(stage);
-    const uint64_t second = wgmma::descriptor<kRowBytes>(stage + kBoxBytes);
+  __device__ __forceinline__ void multiply_rows(int pass, uint32_t stage, const float* scales, int k,
+                                                int depth, int rows) {
+    if constexpr (Shape::kColumns < 96) {
+      multiply_stage<Shape::kColumns>(pass, stage, scales, k, depth);
+    } else {
+      if (rows <= 0) return;
+      if (rows <= 32) return multiply_stage<32>(pass, stage, scales, k, depth);
+      if (rows <= 64) return multiply_stage<64>(pass, stage, scales, k, depth);
+      if (Shape::kColumns > 96 && rows <= 96) return multiply_stage<96>(pass, stage, scales, k, depth);
+      multiply_stage<Shape::kColumns>(pass, stage, scales, k, depth);
+    }
+  }
+
+  template <int kColumns>
+  __device__ __forceinline__ void multiply_stage(int pass, uint32_t stage, const float* scales, int k,
+                                                 int depth) {
+    const uint64_t weights = wgmma::descriptor<kRowBytes>(stage + group_ * (kWeightBytes / 2));
     const uint64_t rows =
-        wgmma::descriptor<kRowBytes>(stage + 2 * kBoxBytes + group_ * Shape::kColumns * kRowBytes);
+        wgmma::descriptor<kRowBytes>(stage + kWeightBytes + pass * Shape::kColumns * kRowBytes);
+    float (&total)[kColumns / 2] = reinterpret_cast<float (&)[kColumns / 2]>(value[pass]);
 #pragma unroll
-    for (int part = 0; part < Shape::kParts; ++part) {
+    for (int part = 0; part < kParts; ++part) {
+      if (part > 0 && k + part * (Shape::kStageK / kParts) >= depth) break;
       if constexpr (kScaled) {
-        float sums[2][kSums];
-        multiply(sums, first, second, rows, part * kSteps, false);
-        promote(sums, part);
+        float sums[kColumns / 2];
+        multiply<kColumns>(sums, weights, rows, part * kSteps, false);
+        promote<kColumns>(total, sums, scales, pass, part);
       } else {
-        multiply(value, first, second, rows, 0, add);
+        multiply<kColumns>(total, weights, rows, 0, k > 0);
       }
     }
   }
 
-  __device__ __forceinline__ void multiply(float (&sums)[2][kSums], uint64_t first, uint64_t second,
-                                           uint64_t rows, int begin, bool add) {
-    wgmma::hold(sums[0]);
-    wgmma::hold(sums[1]);
+  template <int kColumns>
+  __device__ __forceinline__ void multiply(float (&sums)[kColumns / 2], uint64_t weights, uint64_t rows,
+                                           int begin, bool add) {
+    wgmma::hold(sums);
     wgmma::fence();
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       const int step = 2 * (begin + i);  // in units of 16 bytes
-      Product::run(sums[0], first + step, rows + step, add || i > 0);
-      Product::run(sums[1], second + step, rows + step, add || i > 0);
+      wgmma::SharedProduct<weight_t, kColumns>::run(sums, weights + step, rows + step, add || i > 0);
     }
     wgmma::commit();
     wgmma::wait<0>();
-    wgmma::hold(sums[0]);
-    wgmma::hold(sums[1]);
+    wgmma::hold(sums);
   }
 
   // FP8 sums leave the tensor cores, which keep some 14 bits of them, and are scaled: by row, and by block of weights.
-  __device__ __forceinline__ void promote(const float (&sums)[2][kSums], int part) {
-    const float* scales = scales_ + ring_.stage * Shape::kScaleFloats;
-    const float* own = scales + part * Shape::kTokens + group_ * Shape::kColumns + 2 * (lane_ % 4);
+  template <int kColumns>
+  __device__ __forceinline__ void promote(float (&total)[kColumns / 2], const float (&sums)[kColumns / 2],
+                                          const float* scales, int pass, int part) {
     float2 weight = make_float2(1.f, 1.f);
     if constexpr (Config::kQuant == kQuantBlock)
-      weight = *reinterpret_cast<const float2*>(scales + Shape::kParts * Shape::kTokens);
+      weight = *reinterpret_cast<const float2*>(scales + Shape::kScaleFloats - 4);
+    const float* own = scales + part * Shape::kTokens + pass * Shape::kColumns + 2 * (lane_ % 4);
 #pragma unroll
-    for (int j = 0; j < kSums / 4; ++j) {
-      const float2 row = *reinterpret_cast<const float2*>(own + 8 * j);
+    for (int j = 0; j < kColumns / 8; ++j) {
+      float2 row = make_float2(1.f, 1.f);
+      if constexpr (kByGroup) row = *reinterpret_cast<const float2*>(own + 8 * j);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float scale = i % 2 ? row.y : row.x;
-        value[0][4 * j + i] += sums[0][4 * j + i] * (scale * weight.x);
-        value[1][4 * j + i] += sums[1][4 * j + i] * (scale * weight.y);
+        float scale = i % 2 ? row.y : row.x;
+        if constexpr (Config::kQuant == kQuantBlock) scale *= kGateUp && i / 2 ? weight.y : weight.x;
+        total[4 * j + i] =
+            kByGroup ? fmaf(sums[4 * j + i], scale, total[4 * j + i]) : total[4 * j + i] + sums[4 * j + i];
       }
     }
   }
 
-  Ring ring_;
-  const float* scales_;  // of all stages
+  __device__ __forceinline__ void scale_rows(const float* scales) {
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const float* own = scales + pass * Shape::kColumns + 2 * (lane_ % 4);
+#pragma unroll
+      for (int j = 0; j < kSums / 4; ++j) {
+        const float2 row = *reinterpret_cast<const float2*>(own + 8 * j);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) value[pass][4 * j + i] *= i % 2 ? row.y : row.x;
+      }
+    }
+  }
+
+  const float* scales_;
   int group_, lane_;
 };
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hpcjit import checks, tune
 from hpcjit.build import Config, Template
@@ -14,6 +15,10 @@ from hpcjit.ops.moe._pair_sort import Sorters, sorters
 
 _WIDE_ROWS = 32 << 20  # bytes of products in float32 that L2 holds; more of them are bfloat16
 _DOWN_FEATURES = 128  # of an item
+_CHUNK_BYTES = 9 << 20  # of rows between down and their sums; several chunks stay in L2
+_ALL_BYTES = 36 << 20  # of rows that are kept as they are
+_SLOTS = 3
+_FIXED_COUNTERS = 3
 
 # The most rows of an expert, were all even, for which tiles of so many rows are made: most experts then have one.
 _MEAN_ROWS = {16: 8, 32: 20, 64: 48}
@@ -46,11 +51,11 @@ FUSED_MOE = Template(
     config=FusedMoeConfig,
     params=(
         *("x", "x_scale", "w13", "w13_scale", "w2", "w2_scale", "topk_ids", "topk_weights", "shared_output", "out"),
-        "workspace",
+        *("workspace", "counters"),
         *("num_tokens", "top_k", "num_experts", "expert_offset", "hidden_size", "intermediate_size"),
         *("x_stride", "x_scale_token_stride", "x_scale_group_stride"),
         *("ids_stride", "weights_stride", "shared_stride", "out_stride"),
-        *("plan_blocks", "gate_up_blocks", "down_blocks"),
+        *("plan_blocks", "blocks", "chunk", "lag", "slots"),
         *("at_counts", "at_sorted", "at_position", "at_tiles"),
         *("at_x", "at_x_scale", "at_hidden", "at_hidden_scale", "at_rows"),
     ),
@@ -73,12 +78,18 @@ def blocks_of_sm(rows: int) -> int:
     return 2 if rows <= 32 else 1
 
 
+def partial_bytes(a: FusedMoeArgs, rows: int) -> int:
+    """Of a value between down and sum. Tiles of many rows have no room for float32."""
+    num_pairs = a.topk_ids.numel()
+    return 4 if num_pairs * a.x.shape[1] * 4 <= _WIDE_ROWS and (rows <= 64 or a.quant == "bf16") else 2
+
+
 def _config(op: str, a: FusedMoeArgs, by: Sorters) -> FusedMoeConfig:
     num_pairs = a.topk_ids.numel()
     rows = tile_rows(num_pairs, a.num_experts)
     return FusedMoeConfig(
         weight_t="bf16" if a.quant == "bf16" else "e4m3",
-        partial_t="fp32" if num_pairs * a.x.shape[1] * 4 <= _WIDE_ROWS else "bf16",
+        partial_t="fp32" if partial_bytes(a, rows) == 4 else "bf16",
         quant=QUANT.index(a.quant),
         quantise=quantise_mode(a),
         tokens=rows,
@@ -94,7 +105,25 @@ def _config(op: str, a: FusedMoeArgs, by: Sorters) -> FusedMoeConfig:
     )
 
 
-def _workspace(a: FusedMoeArgs, config: FusedMoeConfig, by: Sorters) -> Workspace:
+class Chunks(NamedTuple):
+    """Columns of the result in parts: csrc/moe/grouped_queue.cuh."""
+
+    features: int  # items of down of a tile
+    number: int
+    lag: int
+    slots: int
+
+
+def chunks(num_pairs: int, hidden_size: int, element_bytes: int) -> Chunks:
+    tiles = ceil_div(hidden_size, _DOWN_FEATURES)
+    per_tile = num_pairs * _DOWN_FEATURES * element_bytes
+    features = next((n for n in (4, 2) if n * per_tile <= _CHUNK_BYTES), 1)
+    number = ceil_div(tiles, features)
+    slots = number if tiles * per_tile <= _ALL_BYTES else min(number, _SLOTS)
+    return Chunks(features, number, min(2 if slots == number else 1, number), slots)
+
+
+def _workspace(a: FusedMoeArgs, config: FusedMoeConfig, by: Sorters, parts: Chunks) -> Workspace:
     num_pairs, (tokens, hidden), inner = a.topk_ids.numel(), a.x.shape, a.intermediate_size
     fp8 = a.quant != "bf16"
     space = Workspace()
@@ -106,7 +135,8 @@ def _workspace(a: FusedMoeArgs, config: FusedMoeConfig, by: Sorters) -> Workspac
     space.add("x_scale", 4 * tokens * ceil_div(hidden, BLOCK) if a.quantises else 0)
     space.add("hidden", num_pairs * inner * (1 if fp8 else 2))
     space.add("hidden_scale", 4 * num_pairs * ceil_div(inner, HIDDEN_GROUP) if fp8 else 0)
-    space.add("rows", num_pairs * hidden * (4 if config.partial_t == "fp32" else 2))
+    columns = parts.slots * parts.features * _DOWN_FEATURES
+    space.add("rows", num_pairs * columns * (4 if config.partial_t == "fp32" else 2))
     return space
 
 
@@ -119,9 +149,11 @@ def chain_plan(op: str, a: FusedMoeArgs) -> Plan:
     num_pairs = a.topk_ids.numel()
     by = sorters(num_pairs, a.num_experts, a.x.device)
     config = _config(op, a, by)
-    space = _workspace(a, config, by)
+    parts = chunks(num_pairs, a.x.shape[1], 4 if config.partial_t == "fp32" else 2)
+    space = _workspace(a, config, by, parts)
     resident = tune.sm_count(a.x.device) * config.blocks_per_sm
     tiles = max_tiles(num_pairs, a.num_experts, config.tokens)
+    items = tiles * ceil_div(max(a.x.shape[1], 2 * a.intermediate_size), _DOWN_FEATURES)
     token_stride, group_stride = x_scale_strides(a, config.quantise)
     values: dict[str, int | float | str] = {
         "num_tokens": a.x.shape[0],
@@ -138,11 +170,14 @@ def chain_plan(op: str, a: FusedMoeArgs) -> Plan:
         "shared_stride": 0 if a.shared_output is None else row_stride(a.shared_output),
         "out_stride": row_stride(a.out),
         "plan_blocks": by.blocks,
-        "gate_up_blocks": min(resident, tiles * ceil_div(a.intermediate_size, HIDDEN_GROUP)),
-        "down_blocks": min(resident, tiles * ceil_div(a.x.shape[1], _DOWN_FEATURES)),
+        "blocks": min(resident, items),
+        "chunk": parts.features,
+        "lag": parts.lag,
+        "slots": parts.slots,
         **space.offsets,
     }
     for name in ("x_scale", "w13_scale", "w2_scale", "shared_output"):
         if getattr(a, name) is None:
             values[name] = 0
-    return Plan(FUSED_MOE, config, values, workspace_bytes=space.size)
+    words = _FIXED_COUNTERS + 2 * parts.number + tiles
+    return Plan(FUSED_MOE, config, values, workspace_bytes=space.size, counter_bytes=4 * words)

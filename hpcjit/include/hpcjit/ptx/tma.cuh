@@ -29,6 +29,17 @@ __device__ __forceinline__ void load(uint32_t target, const void* map, int colum
       : "memory");
 }
 
+// With four.
+__device__ __forceinline__ void load(uint32_t target, const void* map, int column, int row, int third,
+                                     int fourth, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, "
+      "%5}], "
+      "[%6];" ::"r"(target),
+      "l"(map), "r"(column), "r"(row), "r"(third), "r"(fourth), "r"(barrier)
+      : "memory");
+}
+
 // `bytes` as they lie: both addresses and the size are multiples of 16.
 __device__ __forceinline__ void load_bytes(uint32_t target, const void* source, uint32_t bytes,
                                            uint32_t barrier) {
@@ -51,6 +62,12 @@ __device__ __forceinline__ void load_to(uint16_t mask, uint32_t target, const vo
 // A hint, as prefetch_l2 is.
 __device__ __forceinline__ void prefetch_box(const void* map, int column, int row) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row)
+               : "memory");
+}
+
+__device__ __forceinline__ void prefetch_box(const void* map, int column, int row, int third, int fourth) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(column),
+               "r"(row), "r"(third), "r"(fourth)
                : "memory");
 }
 

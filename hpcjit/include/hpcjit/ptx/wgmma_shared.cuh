@@ -7,7 +7,7 @@
 
 namespace hpcjit::wgmma {
 
-// d = a * b, or d += a * b where `add`. kColumns: 8, 16, 32, 64 or 128.
+// d = a * b, or d += a * b where `add`. kColumns: 8, 16, 32, 64, 96 or 128.
 template <class T, int kColumns>
 struct SharedProduct;
 
@@ -32,6 +32,7 @@ HPCJIT_SHARED_PRODUCTS(8, 4, 4, 5, 6)
 HPCJIT_SHARED_PRODUCTS(16, 8, 8, 9, 10)
 HPCJIT_SHARED_PRODUCTS(32, 16, 16, 17, 18)
 HPCJIT_SHARED_PRODUCTS(64, 32, 32, 33, 34)
+HPCJIT_SHARED_PRODUCTS(96, 48, 48, 49, 50)
 HPCJIT_SHARED_PRODUCTS(128, 64, 64, 65, 66)
 
 }  // namespace hpcjit::wgmma
