@@ -5,7 +5,7 @@
 //   down     out[token] = sum of weight * hidden[row] * w2^T, an item for each kColumns features mono_down.cuh
 //
 // A block of each SM takes items in the order of a ticket counter. Two of its warps copy to a ring of kStages in shared
-// memory, one weights (TMA), one rows (mono_load.cuh), and run ahead of the eight that compute: through items, and from
+// memory, one weights (TMA), one rows (mono_load.cuh), and run ahead of those that compute: through items, and from
 // gate-up into down, where only rows wait for what other blocks have yet to write (a counter for each tile of rows). So
 // memory never idles between the two. A block waits only for items with lower tickets, which running blocks have, so it
 // never matters how many blocks run at a time, or what else does.
@@ -15,7 +15,8 @@
 //
 // Shared memory: sums (of the warps in gate-up, of tokens in down), tables of the plan, tickets, barriers, and the ring,
 // 1024-byte aligned. A stage of gate-up: gate and up, each [8 chunks][16][128 B], swizzled; rows [kRows][1024 B], padded.
-// Of down: kSlots x [4 chunks][kColumns][64 B], swizzled; kSlots x (rows [kRows][256 B], scales [kRows][16] fp32), padded.
+// Of down: kSlots x [4 chunks][kColumns][64 B], swizzled; kSlots x hidden rows [kRows][kHiddenRow]. A full barrier counts the
+// thread that copies weights and the 32 that copy rows.
 #pragma once
 #include "hpcjit/launch.cuh"
 #include "hpcjit/ptx/pdl.cuh"
@@ -36,6 +37,7 @@ __device__ __forceinline__ void mono_compute(const MonoBlock<Config>& block, int
   const uint32_t first_down = block.gate_up_items(), end = block.items();
   uint32_t item = items.next(lane);
   for (; item < first_down; item = items.next(lane)) gate_up.run(item, ring);
+  gate_up.drain();  // down takes their memory
   MonoDown<Config> down(block, warp, lane);
   for (; item < end; item = items.next(lane)) down.run(item - first_down, ring);
 }
@@ -44,12 +46,17 @@ template <class Config>
 __device__ __forceinline__ void mono_init_barriers(const MonoBlock<Config>& block) {
   using Shape = MonoShape<Config>;
   for (int i = 0; i < Shape::kStages; ++i) {
-    mbarrier::init(block.base + Shape::kBarriersAt + 16 * i, 2);
+    mbarrier::init(block.base + Shape::kBarriersAt + 16 * i, 1 + 32);
     mbarrier::init(block.base + Shape::kBarriersAt + 16 * i + 8, Shape::kComputing);
   }
   for (int i = 0; i < Shape::kItems; ++i) {
     mbarrier::init(block.base + Shape::kItemBarriersAt + 16 * i, 1);
-    mbarrier::init(block.base + Shape::kItemBarriersAt + 16 * i + 8, Shape::kComputing + 1);
+    mbarrier::init(block.base + Shape::kItemBarriersAt + 16 * i + 8,
+                   Shape::kComputing + 1 + Shape::kFinishing);
+  }
+  for (int i = 0; i < 2; ++i) {
+    mbarrier::init(block.base + Shape::kSumBarriersAt + 16 * i, Shape::kComputing);
+    mbarrier::init(block.base + Shape::kSumBarriersAt + 16 * i + 8, Shape::kFinishing);
   }
   mbarrier::fence_init();
 }
@@ -62,7 +69,7 @@ __global__ void __launch_bounds__(MonoShape<Config>::kThreads, 1)
   extern __shared__ uint8_t raw[];
   MonoBlock<Config> block(p, raw + (1024 - copy::shared_address(raw) % 1024) % 1024);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const bool draws = warp == Shape::kComputing && lane == 0;
+  const bool draws = warp == Shape::kCopiesWeights && lane == 0;
 
   MonoPlan<Config> plan(block);
   plan.clear();
@@ -78,7 +85,7 @@ __global__ void __launch_bounds__(MonoShape<Config>::kThreads, 1)
   if (draws) ticket = global::take_ticket(p.counters);
   block.num_tiles = plan.find_tiles();
   __syncthreads();
-  if (warp == Shape::kComputing) {
+  if (warp == Shape::kCopiesWeights) {
     if (draws) MonoWeights<Config>(block, w13, w2).run(ticket);
     return;
   }
@@ -87,8 +94,10 @@ __global__ void __launch_bounds__(MonoShape<Config>::kThreads, 1)
   named_barrier::sync<kOthers>(2);
   if (warp < Shape::kComputing)
     mono_compute(block, warp, lane);
-  else
+  else if (warp == Shape::kCopiesRows)
     MonoRows<Config>(block).run();
+  else
+    MonoHidden<Config>(block, warp - Shape::kFirstFinishing).run();
 }
 
 struct FusedMoeMonoParams {
@@ -118,10 +127,9 @@ struct FusedMoeMonoParams {
   int64_t shared_stride;
   int64_t out_stride;
   int64_t blocks;
-  int64_t at_x;             // e4m3 [num_tokens][hidden_size]
-  int64_t at_x_scale;       // fp32 [num_tokens][groups]
-  int64_t at_hidden;        // [pairs][intermediate_size]
-  int64_t at_hidden_scale;  // fp32 [pairs][intermediate_size / 16]
+  int64_t at_x;        // e4m3 [num_tokens][hidden_size]
+  int64_t at_x_scale;  // fp32 [num_tokens][groups]
+  int64_t at_hidden;
 };
 
 template <class Config>
@@ -168,7 +176,6 @@ struct FusedMoeMono {
     m.shared_output = static_cast<const bf16*>(p.shared_output);
     m.out = static_cast<bf16*>(p.out);
     m.hidden = p.workspace + p.at_hidden;
-    m.hidden_scale = reinterpret_cast<float*>(p.workspace + p.at_hidden_scale);
     m.counters = p.counters;
     m.ids_stride = p.ids_stride;
     m.weights_stride = p.weights_stride;

@@ -12,8 +12,11 @@ template <class Config>
 class MonoDown {
   using Shape = MonoShape<Config>;
   using Fragments = MonoFragments<typename Config::weight_t>;
-  static constexpr int kTiles = Shape::kTokenTiles, kColumns = Shape::kColumns;
+  static constexpr int kTiles = Shape::kTokenTiles, kColumns = Shape::kColumns,
+                       kProducts = Fragments::kProducts;
   static constexpr int kThreads = 32 * Shape::kComputing;
+  static constexpr int kAhead =
+      kTiles < 4 ? 1 : 0;  // operands loaded before they are needed; registers end there
   using Ring = MonoRing<Shape::kStages>;
 
  public:
@@ -27,18 +30,23 @@ class MonoDown {
 
   __device__ __forceinline__ void run(uint32_t item, Ring& ring) {
     first_column_ = int(item) * kColumns;
-    named_barrier::sync<kThreads>(1);  // what lay there has been read
+    named_barrier::sync<kThreads>(1);  // the sums of an item before this one have been read
     const int count = Shape::kSlots * b_.p.num_tokens * Shape::kOutPitch;
     for (int i = threadIdx.x; i < count; i += kThreads) sums_[i] = 0.f;
     named_barrier::sync<kThreads>(1);
     const uint32_t slots = b_.down_slots(), parts = b_.down_parts();
+    Slot slot, next;
+    next.index = unsigned(slot_) / parts;
+    next.part = unsigned(slot_) % parts;
+    next.load(*this, slot_);
     for (uint32_t first = 0; first < slots; first += Shape::kSlots) {
-      const uint32_t slot = first + slot_;
-      const bool live = slot_ < Shape::kSlots && slot < slots;
-      if (live)
-        run_slot(slot / parts, slot % parts, ring);
-      else
-        mbarrier::wait(ring.full(), ring.parity);
+      slot = next;
+      next.part += Shape::kSlots % parts;
+      next.index += Shape::kSlots / parts + (next.part >= parts);
+      if (next.part >= parts) next.part -= parts;
+      next.load(*this, first + Shape::kSlots + slot_);
+      mbarrier::wait(ring.full(), ring.parity);
+      if (slot.live > 0) run_slot(slot, b_.base + Shape::kRing + ring.stage * Shape::kStageBytes);
       __syncwarp();
       if (lane_ == 0) mbarrier::arrive(ring.empty());
       ring.advance();
@@ -48,19 +56,38 @@ class MonoDown {
   }
 
  private:
-  __device__ __forceinline__ void run_slot(uint32_t index, uint32_t part, const Ring& ring) {
-    const MonoTile tile = b_.tile(index);
-    const int live = (tile.rows + 7) / 8;
-    const int steps =
-        min(b_.p.intermediate_size - int(part) * Shape::kDownK, Shape::kDownK) * Shape::kBytes / 32;
-    float scale[2] = {1.f, 1.f};
-    load_scale(tile.expert, part, scale);
-    mbarrier::wait(ring.full(), ring.parity);
-    const uint32_t stage = b_.base + Shape::kRing + ring.stage * Shape::kStageBytes;
-    const uint32_t rows = stage + Shape::kWeightBytes + slot_ * Shape::kSlotRows;
+  // A part of a tile, and what is known of it before its data is there.
+  struct Slot {
+    uint32_t index, part;
+    int live, steps;          // token tiles with rows; of 32 bytes of K
+    float scale[2];           // see load_scale
+    float weight[kTiles][2];  // of two columns
+    int token[kTiles][2];     // likewise, -1 past the end of the tile
+
+    __device__ __forceinline__ void load(const MonoDown& own, uint32_t slot) {
+      live = 0;
+      if (own.slot_ >= Shape::kSlots || slot >= own.b_.down_slots()) return;
+      const MonoTile tile = own.b_.tile(index);
+      live = (tile.rows + 7) / 8;
+      steps = min(own.b_.p.intermediate_size - int(part) * Shape::kDownK, Shape::kDownK) * Shape::kBytes / 32;
+      own.load_scale(tile.expert, part, scale);
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const uint32_t column = 8 * j + 2 * (own.lane_ % 4) + c;
+          token[j][c] = column < tile.rows ? own.b_.token_of(tile.first + column) : -1;
+          weight[j][c] = column < tile.rows ? own.b_.weight_of(tile.first + column) : 0.f;
+        }
+      }
+    }
+  };
+
+  __device__ __forceinline__ void run_slot(const Slot& slot, uint32_t stage) {
     float value[kTiles][4] = {};
-    multiply(stage + slot_ * Shape::kDownBox, rows, steps, live, scale, value);
-    add(tile, live, scale, value);
+    multiply(stage + slot_ * Shape::kDownBox, stage + Shape::kWeightBytes + slot_ * Shape::kSlotRows, slot,
+             value);
+    add(slot, value);
   }
 
   // Of features g and g + 8, or (blocks) of the first and the second 128 of K.
@@ -84,53 +111,69 @@ class MonoDown {
     }
   }
 
-  __device__ __forceinline__ void multiply(uint32_t weights, uint32_t rows, int steps, int live,
-                                           const float (&scale)[2], float (&value)[kTiles][4]) {
+  // Operands of 64 bytes of K: two steps.
+  struct Operands {
+    uint32_t word[2][4], x[kTiles][4];
+    float4 factor[kTiles][2];  // scales of the hidden activation, of two columns
+  };
+
+  __device__ __forceinline__ void load(uint32_t weights, uint32_t rows, int pair, int live,
+                                       Operands& o) const {
     // Matrix lane / 8 of four: rows 0 to 7 and 8 to 15 of the first 16 bytes, then of the second.
     const int row = 16 * strip_ + lane_ % 16, half = lane_ / 16;
-    const uint32_t own = weights + row * Shape::kDownChunk;
-    const uint32_t swizzle = row / 2 % 4;
-    const uint32_t x_rows = rows + lane_ % 8 * Shape::kHiddenPitch + lane_ / 8 * 16;
-    const uint32_t row_scales =
-        rows + Shape::kRows * Shape::kHiddenPitch + 2 * (lane_ % 4) * Shape::kScalePitch;
+    const uint32_t own = weights + pair * (kColumns * Shape::kDownChunk) + row * Shape::kDownChunk;
 #pragma unroll
-    for (int pair = 0; pair < Shape::kDownChunks; ++pair) {  // a chunk of 64 bytes: two steps
-      if (2 * pair >= steps) break;
-      uint32_t x[kTiles][4];
-      float4 factor[kTiles][2];
+    for (int s = 0; s < 2; ++s) mma::ldmatrix_x4(o.word[s], own + (((2 * s + half) ^ (row / 2 % 4)) * 16));
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      if (j >= live) continue;
+      const uint32_t tile = rows + j * 8 * Shape::kHiddenRow;
+      mma::ldmatrix_x4(o.x[j],
+                       tile + lane_ % 8 * Shape::kHiddenRow + lane_ / 8 * 16 + pair * Shape::kDownChunk);
+      if constexpr (Shape::kScaled) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          o.factor[j][c] = load_scales(tile + 256 + (2 * (lane_ % 4) + c) * Shape::kHiddenRow + pair * 16);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply(uint32_t weights, uint32_t rows, const Slot& slot,
+                                           float (&value)[kTiles][4]) const {
+    Operands operands[kAhead + 1];
+    if (kAhead > 0) load(weights, rows, 0, slot.live, operands[0]);
+#pragma unroll
+    for (int pair = 0; pair < Shape::kDownChunks; ++pair) {
+      if (2 * pair >= slot.steps) break;
+      const int later = pair + kAhead;
+      if (later < Shape::kDownChunks && 2 * later < slot.steps)
+        load(weights, rows, later, slot.live, operands[later % (kAhead + 1)]);
+      const float block = Config::kQuant == kQuantBlock ? slot.scale[pair / 2] : 1.f;
+      multiply_pair(operands[pair % (kAhead + 1)], slot.live, block, value);
+    }
+  }
+
+  static __device__ __forceinline__ void multiply_pair(const Operands& o, int live, float block,
+                                                       float (&value)[kTiles][4]) {
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      uint32_t a[kProducts][4];
+      Fragments::weights(o.word[s], a);
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
         if (j >= live) continue;
-        mma::ldmatrix_x4(x[j], x_rows + j * 8 * Shape::kHiddenPitch + pair * Shape::kDownChunk);
-        if constexpr (Shape::kScaled) {
+        uint32_t b[kProducts][2];
+        Fragments::rows({o.x[j][2 * s], o.x[j][2 * s + 1]}, b);
 #pragma unroll
-          for (int c = 0; c < 2; ++c)
-            factor[j][c] = load_scales(row_scales + (8 * j + c) * Shape::kScalePitch + pair * 16);
-        }
-      }
+        for (int i = 0; i < kProducts; ++i) {
+          if constexpr (Shape::kScaled) {
+            float part[4] = {};
+            mma::m16n8k16<typename Fragments::operand_t>(part, a[i], b[i]);
 #pragma unroll
-      for (int s = 0; s < 2; ++s) {
-        uint32_t word[4], a[Fragments::kProducts][4];
-        mma::ldmatrix_x4(word,
-                         own + pair * (kColumns * Shape::kDownChunk) + (((2 * s + half) ^ swizzle) * 16));
-        Fragments::weights(word, a);
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j) {
-          if (j >= live) continue;
-          uint32_t b[Fragments::kProducts][2];
-          Fragments::rows({x[j][2 * s], x[j][2 * s + 1]}, b);
-#pragma unroll
-          for (int i = 0; i < Fragments::kProducts; ++i) {
-            if constexpr (Shape::kScaled) {
-              float part[4] = {};
-              mma::m16n8k16<typename Fragments::operand_t>(part, a[i], b[i]);
-              const float block = Config::kQuant == kQuantBlock ? scale[pair / 2] : 1.f;
-#pragma unroll
-              for (int c = 0; c < 4; ++c)
-                value[j][c] += part[c] * (block * component(factor[j][c % 2], 2 * s + i));
-            } else {
-              mma::m16n8k16<typename Fragments::operand_t>(value[j], a[i], b[i]);
-            }
+            for (int c = 0; c < 4; ++c)
+              value[j][c] += part[c] * (block * component(o.factor[j][c % 2], 2 * s + i));
+          } else {
+            mma::m16n8k16<typename Fragments::operand_t>(value[j], a[i], b[i]);
           }
         }
       }
@@ -149,21 +192,18 @@ class MonoDown {
   }
 
   // To the sums of the rows' tokens. Rows of a tile are of different tokens.
-  __device__ __forceinline__ void add(const MonoTile& tile, int live, const float (&scale)[2],
-                                      const float (&value)[kTiles][4]) {
+  __device__ __forceinline__ void add(const Slot& slot, const float (&value)[kTiles][4]) {
     constexpr bool kOfFeatures = Config::kQuant == kQuantTensor || Config::kQuant == kQuantChannel;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      if (j >= live) continue;
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const uint32_t column = 8 * j + 2 * (lane_ % 4) + c;
-        if (column >= tile.rows) continue;
-        const float weight = b_.weight_of(tile.first + column);
-        float* sum = sums_ + (slot_ * b_.p.num_tokens + b_.token_of(tile.first + column)) * Shape::kOutPitch +
-                     16 * strip_ + lane_ / 4;
-        sum[0] += weight * (value[j][c] * (kOfFeatures ? scale[0] : 1.f));
-        sum[8] += weight * (value[j][c + 2] * (kOfFeatures ? scale[1] : 1.f));
+        if (slot.token[j][c] < 0) continue;
+        float* sum =
+            sums_ + (slot_ * b_.p.num_tokens + slot.token[j][c]) * Shape::kOutPitch + 16 * strip_ + lane_ / 4;
+        const float first = sum[0], second = sum[8];
+        sum[0] = first + slot.weight[j][c] * (value[j][c] * (kOfFeatures ? slot.scale[0] : 1.f));
+        sum[8] = second + slot.weight[j][c] * (value[j][c + 2] * (kOfFeatures ? slot.scale[1] : 1.f));
       }
     }
   }

@@ -1,7 +1,7 @@
-// Gate and up of 16 features for the rows of a tile, by all warps that compute; see mono.cuh.
+// Gate and up of 16 features for the rows of a tile; see mono.cuh.
 //
 // A product's 16 rows of weights are 8 gate rows and the 8 up rows of the same features, so a thread has both of a feature
-// and a token. Each warp sums its own chunks of K; then warps take turns to add the eight sums, one token tile each.
+// and a token. Each warp that computes sums its own chunks of K and goes on; others add the eight sums (two buffers).
 #pragma once
 #include "hpcjit/math/activation.cuh"
 #include "hpcjit/ptx/global.cuh"
@@ -10,43 +10,77 @@
 
 namespace hpcjit::moe {
 
+// What both kinds of warps know of an item.
+template <class Config>
+struct MonoGateUpItem {
+  using Shape = MonoShape<Config>;
+  const MonoBlock<Config>& b;
+  uint32_t index;
+  MonoTile tile;
+  int feature, live;  // first feature; token tiles with rows
+
+  __device__ MonoGateUpItem(const MonoBlock<Config>& block, uint32_t item)
+      : b(block),
+        index(item / block.features()),
+        tile(block.tile(index)),
+        feature(int(item - index * block.features()) * Shape::kFeatures),
+        live((tile.rows + 7) / 8) {}
+
+  // Of a column of the tile; past its end, of its last row.
+  __device__ float x_scale(uint32_t column, int group) const {
+    const uint32_t row = tile.first + min(column, uint32_t(tile.rows) - 1);
+    return b.p.x_scale[b.token_of(row) * b.p.x_scale_token_stride + group * b.p.x_scale_group_stride];
+  }
+};
+
+// Column i of two that a thread has of token tile j.
+__device__ __forceinline__ uint32_t mono_column(int lane, int j, int i) {
+  return 8 * j + 2 * (lane % 4) + i;
+}
+
+// A warp that computes: its chunks of K.
 template <class Config>
 class MonoGateUp {
   using Shape = MonoShape<Config>;
-  using weight_t = typename Config::weight_t;
-  using Fragments = MonoFragments<weight_t>;
-  static constexpr int kTiles = Shape::kTokenTiles, kComputing = Shape::kComputing,
-                       kSteps = Shape::kChunk / 32;
+  using Item = MonoGateUpItem<Config>;
+  using Fragments = MonoFragments<typename Config::weight_t>;
+  static constexpr int kTiles = Shape::kTokenTiles, kSteps = Shape::kChunk / 32,
+                       kProducts = Fragments::kProducts;
   static constexpr bool kBlocks = Config::kQuant == kQuantBlock;
-  static constexpr bool kOfRows = Config::kQuant == kQuantTensor || Config::kQuant == kQuantChannel;
+  static constexpr int kChains = kTiles == 1 ? 2 : 1;  // of sums, where the latency of one shows
+  using Sums = float[2][kTiles][4];
   using Ring = MonoRing<Shape::kStages>;
 
  public:
   __device__ MonoGateUp(const MonoBlock<Config>& block, int warp, int lane)
-      : b_(block), warp_(warp), lane_(lane), sums_(block.template at<float4>(0)) {}
+      : b_(block), warp_(warp), lane_(lane), buffers_{block.base + Shape::kSumBarriersAt} {}
 
-  __device__ __forceinline__ void run(uint32_t item, Ring& ring) {
-    tile_index_ = item / b_.features();
-    tile_ = b_.tile(tile_index_);
-    feature_ = int(item % b_.features()) * Shape::kFeatures;
-    const int live = (tile_.rows + 7) / 8, turn = (warp_ + kComputing - int(turn_)) % kComputing;
-    ScaleOfResult scale;
-    if (turn < live) scale.load(*this, turn);
-    float value[2][kTiles][4] = {};
-    accumulate(ring, live, value);
-    float4* sums = sums_ + (parity_ ? kComputing * Shape::kSumVecs : 0);
+  __device__ __forceinline__ void run(uint32_t index, Ring& ring) {
+    const Item item(b_, index);
+    Sums value = {};
+    accumulate(item, ring, value);
+    mbarrier::wait(buffers_.empty(), buffers_.parity ^ 1);
+    float4* sums =
+        b_.template at<float4>(0) + (buffers_.stage * Shape::kComputing + warp_) * Shape::kSumVecs + lane_;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
       for (int j = 0; j < kTiles; ++j)
-        if (j < live)
-          sums[warp_ * Shape::kSumVecs + (i * kTiles + j) * 32 + lane_] =
+        if (j < item.live)
+          sums[(i * kTiles + j) * 32] =
               make_float4(value[i][j][0], value[i][j][1], value[i][j][2], value[i][j][3]);
     }
-    named_barrier::sync<32 * kComputing>(1);  // also: the sums of the item before last have been read
-    if (turn < live) finish(sums, turn, scale);
-    parity_ ^= 1;
-    turn_ = (turn_ + live) % kComputing;
+    __syncwarp();
+    if (lane_ == 0) mbarrier::arrive(buffers_.full());
+    buffers_.advance();
+  }
+
+  // Until the sums of all items have been read.
+  __device__ void drain() {
+    for (int i = 0; i < 2; ++i) {
+      mbarrier::wait(buffers_.empty(), buffers_.parity ^ 1);
+      buffers_.advance();
+    }
   }
 
  private:
@@ -54,13 +88,13 @@ class MonoGateUp {
   struct ChunkScale {
     float weight[2], row[kTiles][2];
 
-    __device__ void load(const MonoGateUp& own, int chunk, int live) {
+    __device__ void load(const Item& item, int chunk, int lane) {
       if constexpr (kBlocks) {
-        const MonoParams& p = own.b_.p;
+        const MonoParams& p = item.b.p;
         const int blocks = (p.intermediate_size + kScaleBlock - 1) / kScaleBlock,
-                  along = own.b_.gate_up_chunks();
+                  along = item.b.gate_up_chunks();
         const float* w = p.w13_scale +
-                         (int64_t(own.tile_.expert) * 2 * blocks + own.feature_ / kScaleBlock) * along +
+                         (int64_t(item.tile.expert) * 2 * blocks + item.feature / kScaleBlock) * along +
                          chunk;
         weight[0] = w[0];
         weight[1] = w[int64_t(blocks) * along];
@@ -68,163 +102,232 @@ class MonoGateUp {
         for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
           for (int i = 0; i < 2; ++i)
-            if (j < live) row[j][i] = own.x_scale(own.column(j, i), chunk);
+            if (j < item.live) row[j][i] = item.x_scale(mono_column(lane, j, i), chunk);
         }
       }
     }
   };
 
-  // Of the result of one token tile: columns, and features (gate and up of two).
-  struct ScaleOfResult {
-    float row[2] = {1.f, 1.f}, weight[2][2] = {{1.f, 1.f}, {1.f, 1.f}};
-
-    __device__ void load(const MonoGateUp& own, int j) {
-      if constexpr (kOfRows) {
-        const MonoParams& p = own.b_.p;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          row[i] = own.x_scale(own.column(j, i), 0);
-          const int feature = own.feature_ + 8 * i + own.lane_ / 4;
-#pragma unroll
-          for (int up = 0; up < 2; ++up)
-            weight[i][up] =
-                p.w13_scale[Config::kQuant == kQuantTensor
-                                ? int64_t(own.tile_.expert)
-                                : (int64_t(own.tile_.expert) * 2 + up) * p.intermediate_size + feature];
-        }
-      }
-    }
-  };
-
-  __device__ uint32_t column(int j, int i) const { return 8 * j + 2 * (lane_ % 4) + i; }
-
-  __device__ float x_scale(uint32_t column, int group) const {
-    const uint32_t row = tile_.first + min(column, uint32_t(tile_.rows) - 1);
-    return b_.p.x_scale[b_.token_of(row) * b_.p.x_scale_token_stride + group * b_.p.x_scale_group_stride];
-  }
-
-  __device__ __forceinline__ void accumulate(Ring& ring, int live, float (&value)[2][kTiles][4]) {
+  __device__ __forceinline__ void accumulate(const Item& item, Ring& ring, Sums& value) {
     const int chunks = b_.gate_up_chunks();
     ChunkScale scale, next;
-    next.load(*this, min(warp_, chunks - 1), live);
+    next.load(item, min(warp_, chunks - 1), lane_);
     for (int chunk = warp_; chunk - warp_ < chunks; chunk += Shape::kChunks) {
       scale = next;
-      next.load(*this, min(chunk + Shape::kChunks, chunks - 1), live);
+      next.load(item, min(chunk + Shape::kChunks, chunks - 1), lane_);
       mbarrier::wait(ring.full(), ring.parity);
-      if (chunk < chunks)
-        multiply_chunk(b_.base + Shape::kRing + ring.stage * Shape::kStageBytes, live, scale, value);
+      if (chunk < chunks) {
+        const uint32_t stage = b_.base + Shape::kRing + ring.stage * Shape::kStageBytes;
+        if constexpr (kBlocks) {
+          Sums part = {};
+          multiply_chunk(stage, item.live, part);
+          promote(part, item.live, scale, value);
+        } else {
+          multiply_chunk(stage, item.live, value);
+        }
+      }
       __syncwarp();
       if (lane_ == 0) mbarrier::arrive(ring.empty());
       ring.advance();
     }
   }
 
-  __device__ __forceinline__ void multiply_chunk(uint32_t stage, int live, const ChunkScale& scale,
-                                                 float (&value)[2][kTiles][4]) {
+  static __device__ __forceinline__ void promote(const Sums& part, int live, const ChunkScale& scale,
+                                                 Sums& value) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          if (j < live) value[i][j][c] += part[i][j][c] * (scale.weight[c / 2] * scale.row[j][c % 2]);
+      }
+    }
+  }
+
+  // All loads come first: their latency, not their number, is what would show.
+  __device__ __forceinline__ void multiply_chunk(uint32_t stage, int live, Sums& sum) const {
     // Matrix lane / 8 of four: gate and up rows of the first 16 bytes, then of the second.
     const int row = lane_ % 8, half = lane_ / 16;
     const uint32_t weights = stage + lane_ / 8 % 2 * Shape::kGateUpBox +
                              warp_ * (Shape::kFeatures * Shape::kChunk) + row * Shape::kChunk;
     const uint32_t rows =
         stage + Shape::kWeightBytes + row * Shape::kRowPitch + warp_ * Shape::kChunk + lane_ / 8 * 16;
-    float part[2][kTiles][4] = {};
-    auto& sum = kBlocks ? part : value;
+    uint32_t word[kSteps][2][4], x[kTiles][2][4];
 #pragma unroll
-    for (int pair = 0; pair < kSteps / 2; ++pair) {
-      uint32_t x[kTiles][4];
+    for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
-      for (int j = 0; j < kTiles; ++j)
-        if (j < live) mma::ldmatrix_x4(x[j], rows + j * 8 * Shape::kRowPitch + pair * 64);
+      for (int i = 0; i < 2; ++i)
+        mma::ldmatrix_x4(word[s][i], weights + i * 8 * Shape::kChunk + ((2 * s + half) ^ row) * 16);
+    }
 #pragma unroll
-      for (int s = 0; s < 2; ++s) {
+    for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          uint32_t word[4], a[Fragments::kProducts][4];
-          mma::ldmatrix_x4(word, weights + i * 8 * Shape::kChunk + ((4 * pair + 2 * s + half) ^ row) * 16);
-          Fragments::weights(word, a);
+      for (int pair = 0; pair < 2; ++pair)
+        if (j < live) mma::ldmatrix_x4(x[j][pair], rows + j * 8 * Shape::kRowPitch + pair * 64);
+    }
+    Sums odd = {};
 #pragma unroll
-          for (int j = 0; j < kTiles; ++j)
-            if (j < live) multiply(a, {x[j][2 * s], x[j][2 * s + 1]}, sum[i][j]);
+    for (int s = 0; s < kSteps; ++s) {
+      uint32_t a[2][kProducts][4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) Fragments::weights(word[s][i], a[i]);
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        if (j >= live) continue;
+        uint32_t b[kProducts][2];
+        Fragments::rows({x[j][s / 2][s % 2 * 2], x[j][s / 2][s % 2 * 2 + 1]}, b);
+        Sums& target = kChains == 2 && s % 2 ? odd : sum;
+#pragma unroll
+        for (int k = 0; k < kProducts; ++k) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            mma::m16n8k16<typename Fragments::operand_t>(target[i][j], a[i][k], b[k]);
         }
       }
     }
-    if constexpr (kBlocks) {
+    if constexpr (kChains == 2) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
-        for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-          for (int c = 0; c < 4; ++c)
-            if (j < live) value[i][j][c] += part[i][j][c] * (scale.weight[c / 2] * scale.row[j][c % 2]);
-        }
+        for (int c = 0; c < 4; ++c) sum[i][0][c] += odd[i][0][c];
       }
     }
-  }
-
-  static __device__ __forceinline__ void multiply(const uint32_t (&a)[Fragments::kProducts][4],
-                                                  const uint32_t (&word)[2], float (&sum)[4]) {
-    uint32_t b[Fragments::kProducts][2];
-    Fragments::rows(word, b);
-#pragma unroll
-    for (int i = 0; i < Fragments::kProducts; ++i)
-      mma::m16n8k16<typename Fragments::operand_t>(sum, a[i], b[i]);
-  }
-
-  // Token tile `j`: sums over the warps, activation, and the way to memory. A warp does it.
-  __device__ __forceinline__ void finish(const float4* sums, int j, const ScaleOfResult& scale) {
-    float h[2][2], largest[2] = {0.f, 0.f};  // [features 8 i + g][columns]
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float4 sum = sums[(i * kTiles + j) * 32 + lane_];
-#pragma unroll
-      for (int w = 1; w < kComputing; ++w) {
-        const float4 other = sums[w * Shape::kSumVecs + (i * kTiles + j) * 32 + lane_];
-        sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
-      }
-      const float gate[2] = {sum.x, sum.y}, up[2] = {sum.z, sum.w};
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        h[i][c] =
-            activate<Activation(Config::kActivation), false>(gate[c] * (scale.row[c] * scale.weight[i][0])) *
-            (up[c] * (scale.row[c] * scale.weight[i][1]));
-        largest[c] = fmaxf(largest[c], fabsf(h[i][c]));  // fmaxf drops NaN
-      }
-    }
-    float scale_of[2] = {1.f, 1.f};
-    if constexpr (Shape::kScaled) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-#pragma unroll
-        for (int offset = 4; offset < 32; offset *= 2)
-          largest[c] = fmaxf(largest[c], __shfl_xor_sync(0xffffffffu, largest[c], offset));
-        scale_of[c] = fmaxf(largest[c], kQuantFloor) / kE4m3Max;
-      }
-    }
-    weight_t* hidden = static_cast<weight_t*>(b_.p.hidden);
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      if (column(j, c) >= tile_.rows) continue;
-      const int64_t row = tile_.first + column(j, c);
-      const float inverse = Shape::kScaled ? 1.f / scale_of[c] : 1.f;
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        hidden[row * b_.p.intermediate_size + feature_ + 8 * i + lane_ / 4] =
-            from_float<weight_t>(h[i][c] * inverse);
-      if constexpr (Shape::kScaled)
-        if (lane_ < 4) b_.p.hidden_scale[row * b_.features() + feature_ / Shape::kFeatures] = scale_of[c];
-    }
-    global::fence_async();
-    __syncwarp();
-    if (lane_ == 0) global::add_release(b_.p.counters + 2 + tile_index_, 1);
   }
 
   const MonoBlock<Config>& b_;
   int warp_, lane_;
-  float4* sums_;
-  MonoTile tile_;
-  uint32_t tile_index_;
-  int feature_;
-  int parity_ = 0, turn_ = 0;  // which buffer of sums; which warp is first to finish
+  MonoRing<2> buffers_;  // of sums
+};
+
+// A warp that finishes: of each item every kFinishing-th token tile, in which it adds the sums of the warps, applies the
+// activation, and writes the hidden rows.
+template <class Config>
+class MonoHidden {
+  using Shape = MonoShape<Config>;
+  using Item = MonoGateUpItem<Config>;
+  using weight_t = typename Config::weight_t;
+  static constexpr int kTiles = Shape::kTokenTiles, kOwn = kTiles / Shape::kFinishing;
+  static constexpr bool kOfRows = Config::kQuant == kQuantTensor || Config::kQuant == kQuantChannel;
+
+ public:
+  __device__ MonoHidden(const MonoBlock<Config>& block, int number)
+      : b_(block),
+        items_(block),
+        number_(number),
+        lane_(threadIdx.x % 32),
+        buffers_{block.base + Shape::kSumBarriersAt} {}
+
+  __device__ void run() {
+    const uint32_t end = b_.gate_up_items();
+    uint32_t index;
+    while ((index = items_.next(lane_)) < end) finish(Item(b_, index));
+    items_.leave(lane_, b_.items(), index);
+  }
+
+ private:
+  // Of the result: columns, and gate and up of two features.
+  struct Scale {
+    float row[2] = {1.f, 1.f}, weight[2][2] = {{1.f, 1.f}, {1.f, 1.f}};
+
+    __device__ void load(const Item& item, int lane, int j) {
+      if constexpr (kOfRows) {
+        const MonoParams& p = item.b.p;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          row[i] = item.x_scale(mono_column(lane, j, i), 0);
+          const int feature = item.feature + 8 * i + lane / 4;
+#pragma unroll
+          for (int up = 0; up < 2; ++up)
+            weight[i][up] =
+                p.w13_scale[Config::kQuant == kQuantTensor
+                                ? int64_t(item.tile.expert)
+                                : (int64_t(item.tile.expert) * 2 + up) * p.intermediate_size + feature];
+        }
+      }
+    }
+  };
+
+  __device__ __forceinline__ void finish(const Item& item) {
+    Scale scale[kOwn];
+    float h[kOwn][2][2];  // [features 8 i + g][columns]
+#pragma unroll
+    for (int t = 0; t < kOwn; ++t)
+      if (tile(t) < item.live) scale[t].load(item, lane_, tile(t));
+    mbarrier::wait(buffers_.full(), buffers_.parity);
+#pragma unroll
+    for (int t = 0; t < kOwn; ++t)
+      if (tile(t) < item.live) activate_sums(tile(t), scale[t], h[t]);
+    __syncwarp();
+    if (lane_ == 0) mbarrier::arrive(buffers_.empty());
+    buffers_.advance();
+    int written = 0;
+#pragma unroll
+    for (int t = 0; t < kOwn; ++t) {
+      if (tile(t) >= item.live) continue;
+      write(item, tile(t), h[t]);
+      ++written;
+    }
+    if (written == 0) return;
+    global::fence_async();
+    __syncwarp();
+    if (lane_ == 0) global::add_release(b_.p.counters + 2 + item.index, written);
+  }
+
+  __device__ int tile(int t) const { return number_ + t * Shape::kFinishing; }
+
+  __device__ __forceinline__ void activate_sums(int tile, const Scale& scale, float (&h)[2][2]) const {
+    const float4* sums =
+        b_.template at<float4>(0) + buffers_.stage * Shape::kComputing * Shape::kSumVecs + lane_;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float4 sum = sums[(i * kTiles + tile) * 32];
+#pragma unroll
+      for (int w = 1; w < Shape::kComputing; ++w) {
+        const float4 other = sums[w * Shape::kSumVecs + (i * kTiles + tile) * 32];
+        sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
+      }
+      const float gate[2] = {sum.x, sum.y}, up[2] = {sum.z, sum.w};
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        h[i][c] =
+            activate<Activation(Config::kActivation), false>(gate[c] * (scale.row[c] * scale.weight[i][0])) *
+            (up[c] * (scale.row[c] * scale.weight[i][1]));
+    }
+  }
+
+  __device__ __forceinline__ void write(const Item& item, int tile, const float (&h)[2][2]) const {
+    const uint32_t part = unsigned(item.feature) / Shape::kDownK,
+                   place = unsigned(item.feature) % Shape::kDownK;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float scale = 1.f;
+      if constexpr (Shape::kScaled) scale = scale_of(h[0][c], h[1][c]);
+      const uint32_t column = mono_column(lane_, tile, c);
+      if (column >= item.tile.rows) continue;
+      uint8_t* row = b_.hidden_row(part, item.tile.first + column);
+      const float inverse = 1.f / scale;
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        reinterpret_cast<weight_t*>(row)[place + 8 * i + lane_ / 4] = from_float<weight_t>(h[i][c] * inverse);
+      if constexpr (Shape::kScaled)
+        if (lane_ < 4) reinterpret_cast<float*>(row + 256)[place / Shape::kFeatures] = scale;
+    }
+  }
+
+  // Of the 16 features of a column.
+  static __device__ __forceinline__ float scale_of(float first, float second) {
+    float largest = fmaxf(fabsf(first), fabsf(second));  // fmaxf drops NaN
+#pragma unroll
+    for (int offset = 4; offset < 32; offset *= 2)
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+    return fmaxf(largest, kQuantFloor) / kE4m3Max;
+  }
+
+  const MonoBlock<Config>& b_;
+  MonoItems<Config> items_;
+  int number_, lane_;
+  MonoRing<2> buffers_;
 };
 
 }  // namespace hpcjit::moe

@@ -111,72 +111,70 @@ class MonoRows {
   }
 
  private:
-  __device__ uint32_t claim(uint32_t bytes) {
+  // The address of rows in a free stage.
+  __device__ uint32_t claim() {
     mbarrier::wait(ring_.empty(), ring_.parity ^ 1);
-    if (lane_ == 0) mbarrier::arrive_expecting(ring_.full(), bytes);
-    __syncwarp();
     return b_.base + Shape::kRing + ring_.stage * Shape::kStageBytes + Shape::kWeightBytes;
   }
 
   __device__ void copy_gate_up(uint32_t item) {
     const MonoTile tile = b_.tile(item / b_.features());
-    const uint8_t* row = nullptr;
-    if (lane_ < tile.rows)
-      row = static_cast<const uint8_t*>(b_.p.x) +
-            b_.token_of(tile.first + lane_) * b_.p.x_stride * Shape::kBytes;
     const int chunks = b_.gate_up_chunks();
     for (int k = 0; k < chunks; k += Shape::kChunks) {
-      const uint32_t bytes = min(chunks - k, Shape::kChunks) * Shape::kChunk;
-      const uint32_t target = claim(bytes * tile.rows) + lane_ * Shape::kRowPitch;
-      if (lane_ < tile.rows) tma::load_bytes(target, row + k * Shape::kChunk, bytes, ring_.full());
+      const int bytes = min(chunks - k, Shape::kChunks) * Shape::kChunk;
+      copy_rows(tile, k * Shape::kChunk, bytes, claim());
+      copy::arrive_after(ring_.full());
       ring_.advance();
+    }
+  }
+
+  __device__ __forceinline__ void copy_rows(const MonoTile& tile, int first, int bytes, uint32_t target) {
+    constexpr int kPieces = Shape::kChunks * Shape::kChunk / 512;  // of a row, by all lanes
+    const uint8_t* x = static_cast<const uint8_t*>(b_.p.x) + first + lane_ * 16;
+#pragma unroll 4
+    for (int r = 0; r < tile.rows; ++r) {
+      const uint8_t* row = x + b_.token_of(tile.first + r) * b_.p.x_stride * Shape::kBytes;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i)
+        if (lane_ * 16 + i * 512 < bytes)
+          copy::async_16(target + r * Shape::kRowPitch + lane_ * 16 + i * 512, row + i * 512, true);
     }
   }
 
   __device__ void copy_down() {
     const uint32_t slots = b_.down_slots(), parts = b_.down_parts();
     for (uint32_t slot = 0; slot < slots; slot += Shape::kSlots) {
-      const uint32_t count = min(slots - slot, uint32_t(Shape::kSlots));
-      uint32_t rows = 0, scales = 0;
-      for (uint32_t i = 0; i < count; ++i) {
-        const uint32_t bytes = row_bytes((slot + i) % parts), n = b_.tile((slot + i) / parts).rows;
-        rows += bytes * n;
-        scales += scale_bytes(bytes) * n;
+      const uint32_t target = claim();
+      // Lane i copies the rows of slot i: they follow each other in memory.
+      const uint32_t own = slot + lane_;
+      const bool live = lane_ < Shape::kSlots && own < slots;
+      const MonoTile tile = b_.tile(live ? own / parts : 0);
+      const uint32_t bytes = live ? tile.rows * Shape::kHiddenRow : 0;
+      await(min(slot + Shape::kSlots, slots) - 1, parts);
+      if (bytes > 0) {
+        mbarrier::expect(ring_.full(), bytes);
+        tma::load_bytes(target + lane_ * Shape::kSlotRows, b_.hidden_row(own % parts, tile.first), bytes,
+                        ring_.full());
       }
-      const uint32_t target = claim(rows + scales);
-      for (uint32_t i = 0; i < count; ++i)
-        copy_slot(target + i * Shape::kSlotRows, (slot + i) / parts, (slot + i) % parts);
+      mbarrier::arrive(ring_.full());
       ring_.advance();
     }
   }
 
-  __device__ uint32_t row_bytes(uint32_t part) const {
-    return min(b_.p.intermediate_size - int(part) * Shape::kDownK, Shape::kDownK) * Shape::kBytes;
-  }
-  // Of the scales that belong to so many bytes of a row.
-  static __device__ uint32_t scale_bytes(uint32_t bytes) {
-    return Shape::kScaled ? bytes / Shape::kFeatures * 4 : 0;
-  }
-
-  __device__ void copy_slot(uint32_t target, uint32_t index, uint32_t part) {
-    const MonoTile tile = b_.tile(index);
-    const uint32_t tokens = (tile.rows + 7) / 8;  // warps that write rows of a tile, for each of its features
-    if (index >= ready_) {
-      while (global::load_acquire(b_.p.counters + 2 + index) < tokens * b_.features()) {
+  // Until the hidden rows of the tiles up to that of `slot` are there. Lanes look at as many tiles.
+  __device__ void await(uint32_t slot, uint32_t parts) {
+    const uint32_t index = slot / parts;
+    while (index >= ready_) {
+      const uint32_t own = ready_ + lane_;
+      bool done = own < b_.num_tiles;
+      if (done) {
+        const uint32_t tokens = (b_.tile(own).rows + 7) / 8;  // token tiles, whose rows are written apart
+        done = global::load_acquire(b_.p.counters + 2 + own) == tokens * b_.features();
       }
+      const uint32_t missing = __ballot_sync(0xffffffffu, !done);
+      ready_ += missing == 0 ? 32 : __ffs(missing) - 1;
       global::fence_async();
-      ready_ = index + 1;
     }
-    if (lane_ >= tile.rows) return;
-    const int64_t row = tile.first + lane_;
-    const uint32_t bytes = row_bytes(part);
-    const uint8_t* hidden = static_cast<const uint8_t*>(b_.p.hidden) +
-                            (row * b_.p.intermediate_size + int(part) * Shape::kDownK) * Shape::kBytes;
-    tma::load_bytes(target + lane_ * Shape::kHiddenPitch, hidden, bytes, ring_.full());
-    if constexpr (Shape::kScaled)
-      tma::load_bytes(target + Shape::kRows * Shape::kHiddenPitch + lane_ * Shape::kScalePitch,
-                      b_.p.hidden_scale + row * b_.features() + part * (Shape::kDownK / Shape::kFeatures),
-                      scale_bytes(bytes), ring_.full());
   }
 
   const MonoBlock<Config>& b_;

@@ -16,8 +16,7 @@ struct MonoParams {
   const float* topk_weights;
   const bf16* shared_output;
   bf16* out;
-  void* hidden;         // [row][intermediate_size], e4m3 or bf16
-  float* hidden_scale;  // FP8: [row][intermediate_size / 16]
+  uint8_t* hidden;  // [part of K][row][Shape::kHiddenRow]: 256 bytes of e4m3 or bf16, FP8: scales of 16 codes
   uint32_t*
       counters;  // ticket, blocks that have ended, then for each tile warps that have written hidden rows
   int64_t x_stride, x_scale_token_stride, x_scale_group_stride, ids_stride, weights_stride, shared_stride,
@@ -36,8 +35,10 @@ struct MonoShape {
   using weight_t = typename Config::weight_t;
   static constexpr bool kScaled = Config::kQuant != kQuantNone;
   static constexpr int kBytes = int(sizeof(weight_t));
-  static constexpr int kComputing = 8, kThreads = 32 * (kComputing + 2);  // warps; and two that copy
   static constexpr int kTokenTiles = Config::kTokenTiles, kRows = 8 * kTokenTiles;
+  // Warps: those that compute, one that copies weights, one that copies rows, those that finish.
+  static constexpr int kComputing = 8, kCopiesWeights = 8, kCopiesRows = 9, kFirstFinishing = 10;
+  static constexpr int kFinishing = kTokenTiles < 2 ? 1 : 2, kThreads = 32 * (kFirstFinishing + kFinishing);
 
   // Gate-up: 16 features, a stage has a chunk of 128 bytes of K for each warp.
   static constexpr int kFeatures = 16, kRowTiles = 2;
@@ -52,9 +53,9 @@ struct MonoShape {
   static constexpr int kDownChunk = 64, kDownChunkK = kDownChunk / kBytes, kDownChunks = 4;
   static constexpr int kDownK = kDownChunks * kDownChunkK;
   static constexpr int kDownBox = kColumns * kDownChunk * kDownChunks;
-  static constexpr int kHiddenPitch = kDownChunk * kDownChunks + 16;
-  static constexpr int kScalePitch = kScaled ? kDownK / kFeatures * 4 + 16 : 0;
-  static constexpr int kSlotRows = kRows * (kHiddenPitch + kScalePitch);
+  static constexpr int kHiddenRow =
+      kScaled ? 336 : 272;  // 16 more than there is: rows of a fragment meet different banks
+  static constexpr int kSlotRows = kRows * kHiddenRow;
 
   static constexpr int max(int a, int b) { return a > b ? a : b; }
   static constexpr int kWeightBytes = max(2 * kGateUpBox, kSlots* kDownBox);
@@ -87,11 +88,12 @@ struct MonoShape {
   static constexpr int kTablesEnd = (kTicketsAt + 4 * kItems + 15) / 16 * 16;
 
   static constexpr int kBudget = 227 * 1024 - 1024;  // and for alignment
-  static constexpr int kFit = (kBudget - kTablesEnd - 16 * kItems) / (kStageBytes + 16);
+  static constexpr int kFit = (kBudget - kTablesEnd - 16 * (kItems + 2)) / (kStageBytes + 16);
   static constexpr int kStages = kFit < 6 ? kFit : 6;
   static constexpr int kBarriersAt = kTablesEnd;
   static constexpr int kItemBarriersAt = kBarriersAt + 16 * kStages;
-  static constexpr int kRing = (kItemBarriersAt + 16 * kItems + 1023) / 1024 * 1024;
+  static constexpr int kSumBarriersAt = kItemBarriersAt + 16 * kItems;
+  static constexpr int kRing = (kSumBarriersAt + 16 * 2 + 1023) / 1024 * 1024;
   static constexpr int kSmem = kRing + kStages * kStageBytes + 1024;
   static_assert(kFit >= 2 && kSmem <= 227 * 1024 && kSlots >= 1 && Config::kTokens <= 256 &&
                 Config::kPairs <= 4096);
@@ -125,6 +127,9 @@ struct MonoBlock {
   }
   __device__ int gate_up_chunks() const { return p.hidden_size / Shape::kChunkK; }
   __device__ int gate_up_stages() const { return (gate_up_chunks() + Shape::kChunks - 1) / Shape::kChunks; }
+  __device__ uint8_t* hidden_row(uint32_t part, uint32_t row) const {
+    return p.hidden + (int64_t(part) * p.num_tokens * p.top_k + row) * Shape::kHiddenRow;
+  }
   __device__ uint32_t down_parts() const {
     return (unsigned(p.intermediate_size) + Shape::kDownK - 1) / Shape::kDownK;
   }
@@ -166,6 +171,11 @@ class MonoItems {
     if (lane == 0) mbarrier::arrive(ring_.empty());
     ring_.advance();
     return ticket;
+  }
+
+  // For a warp that has nothing to do for the ticket it saw last, nor for later ones.
+  __device__ void leave(int lane, uint32_t end, uint32_t last) {
+    while (last < end) last = next(lane);
   }
 
  private:

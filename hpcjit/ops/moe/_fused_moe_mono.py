@@ -15,6 +15,7 @@ MAX_PAIRS = 1024
 FEATURES = 16  # of a gate-up item; those of a row's hidden activation that share a scale
 _WARPS = 8  # that compute
 _SMEM = 227 * 1024
+_PART = 256  # bytes of K of a down slot
 _EXPERTS_STEP = 32  # a config serves so many numbers of experts
 
 # The most rows of an expert, were all even, for which tiles have so many columns of 8 rows.
@@ -47,7 +48,7 @@ FUSED_MOE_MONO = Template(
         *("num_tokens", "top_k", "num_experts", "expert_offset", "hidden_size", "intermediate_size"),
         *("x_stride", "x_scale_token_stride", "x_scale_group_stride"),
         *("ids_stride", "weights_stride", "shared_stride", "out_stride", "blocks"),
-        *("at_x", "at_x_scale", "at_hidden", "at_hidden_scale"),
+        *("at_x", "at_x_scale", "at_hidden"),
     ),
 )
 
@@ -70,11 +71,16 @@ def columns(hidden_size: int, num_sms: int) -> int:
     return min(FEATURES * ceil_div(ceil_div(hidden_size, FEATURES), num_sms), FEATURES * _WARPS)
 
 
+def _hidden_row(fp8: bool) -> int:
+    """Bytes of a part of a row of the hidden activation: 16 scales with FP8, and padding."""
+    return _PART + (64 if fp8 else 0) + 16
+
+
 def fits(tokens: int, token_tiles: int, columns: int, pairs: int, experts: int, fp8: bool) -> bool:
     """Whether two stages of the ring fit into shared memory (`csrc/moe/mono_shape.cuh`)."""
     rows, strips = 8 * token_tiles, columns // FEATURES
     slots = _WARPS // strips
-    slot_rows = rows * (272 + (80 if fp8 else 0))
+    slot_rows = rows * _hidden_row(fp8)
     stage = max(32768, slots * columns * 256) + max(rows * 1040, slots * slot_rows) + 1040
     sums = max(token_tiles * 16384, slots * tokens * (columns + 8) * 4)
     tables = 8 * (ceil_div(pairs, rows) + experts) + 12 * pairs + experts * (4 * ceil_div(tokens, 32) + 2)
@@ -113,8 +119,8 @@ def _workspace(a: FusedMoeArgs) -> Workspace:
     space = Workspace()
     space.add("x", tokens * hidden if a.quantises else 0)
     space.add("x_scale", 4 * tokens * ceil_div(hidden, 128) if a.quantises else 0)
-    space.add("hidden", num_pairs * inner * (1 if fp8 else 2))
-    space.add("hidden_scale", 4 * num_pairs * (inner // FEATURES) if fp8 else 0)
+    parts = ceil_div(inner * a.w2.element_size(), _PART)
+    space.add("hidden", num_pairs * parts * _hidden_row(fp8))
     return space
 
 

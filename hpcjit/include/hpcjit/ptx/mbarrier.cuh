@@ -37,6 +37,12 @@ __device__ __forceinline__ void arrive_expecting(uint32_t barrier, uint32_t byte
                : "memory");
 }
 
+// The phase also waits for that many bytes.
+__device__ __forceinline__ void expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ bool done(uint32_t barrier, uint32_t parity) {
   uint32_t yes;
   asm volatile(
