@@ -18,7 +18,9 @@ from hpcjit.spec import KernelBackend
 NEAR_TIES = 0.02
 
 # Elements of a wide access, where they are not 16-bit.
-_WIDEST = {"moe.gate": 4, "moe.router_topk_stream": 4, "moe.router_topk_tile": 4}
+_WIDEST = {"moe.gate": 4} | {
+    f"moe.router_topk_{kind}{pair}": 4 for kind in ("stream", "tile") for pair in ("", "_pair")
+}
 
 grid = pytest.mark.parametrize("entry", GRID, ids=lambda entry: entry.id)
 every_demo = pytest.mark.parametrize("case", DEMOS, ids=lambda case: f"{case.op}-{case.name}".replace(" ", "_"))

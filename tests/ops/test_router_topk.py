@@ -1,10 +1,10 @@
-"""router_topk: the bits of the two launches that it replaces, what it leaves in memory, refused calls, its plans."""
+"""router_topk: the bits of the two operators that it replaces, by every way, what it leaves in memory, refused calls."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,13 +16,12 @@ from router_topk_grid import CALLS, FP32, INT32, Routed
 from hpcjit import build, numerics, toolchain, workspace
 from hpcjit.cases import Maker, cases_of
 from hpcjit.errors import ArgumentTypeError
-from hpcjit.fused_op import DEFAULT_PRIORITY
-from hpcjit.jit_op import NOTHING, Plan
+from hpcjit.jit_op import Plan
 from hpcjit.ops.gemm import router_gemm
 from hpcjit.ops.gemm._router_gemm import router_gemm_op
-from hpcjit.ops.moe import grouped_topk, router_topk, topk_sigmoid, topk_softmax
-from hpcjit.ops.moe._router_topk import RouterTopkOp, router_topk_op
-from hpcjit.ops.moe._router_topk_plan import ROUTER_TOPK_STREAM, ROUTER_TOPK_TILE, RouterTopkStreamConfig
+from hpcjit.ops.moe import _router_topk_plan, grouped_topk, router_topk, topk_sigmoid, topk_softmax
+from hpcjit.ops.moe._router_topk import router_topk_op
+from hpcjit.ops.moe._router_topk_plan import WAYS
 
 NAN, INF = float("nan"), float("inf")
 OP = "moe.router_topk"
@@ -33,14 +32,17 @@ SIZES = [1, 2, 8, 9, 17, 33, 64, 65, 97, 129, 200, 511, 1025, 4100]
 EXPERTS, HIDDEN = 256, 1024
 
 
-@pytest.fixture(autouse=True)
-def fused(monkeypatch):
-    """The kernels of one launch, which are not chosen by themselves yet."""
-    monkeypatch.setattr(RouterTopkOp, "priority", DEFAULT_PRIORITY)
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each way in turn, whichever is the fastest."""
+    monkeypatch.setattr(_router_topk_plan, "way_of", lambda *args: request.param)
     router_topk_op._forget()
-    yield
+    yield request.param
     monkeypatch.undo()
     router_topk_op._forget()
+
+
+every_way = pytest.mark.usefixtures("way")
 
 
 def drawn(m: Maker, tokens: int, experts: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,8 +94,8 @@ def plans_of(call: Routed) -> list[Plan]:
     args = call.args(Maker("meta"), placed)
     logits = torch.empty(call.tokens, call.experts, device="meta")
     product, gate, gate_args = router_topk_op._call(*args).steps(logits)
-    found = router_topk_op.plan(*args), router_gemm_op.plan(*product), gate.plan(*gate_args)
-    return [plan for plan in found if isinstance(plan, Plan)]
+    found = router_gemm_op.plan(*product), gate.plan(*gate_args)
+    return [plan for plan in found if isinstance(plan, Plan)] + [plan for _, plan in router_topk_op.alternatives(*args)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -121,6 +123,7 @@ def compiled(request: pytest.FixtureRequest, built: None) -> None:
             future.result()
 
 
+@every_way
 class TestTwoSteps:
     @every_call
     def test_of_the_grid(self, m: Maker, call: Routed):
@@ -200,6 +203,7 @@ class TestTwoSteps:
 
 
 @pytest.mark.gpu
+@every_way
 class TestMemory:
     @pytest.mark.parametrize("tokens", [2, 64, 97, 511])
     def test_repeats(self, tokens: int):
@@ -345,58 +349,10 @@ class TestRefused:
             router_topk(x, weight.requires_grad_(), 4)
 
 
-class TestPlan:
-    @pytest.mark.parametrize("case", cases_of(OP), ids=lambda case: case.name.replace(" ", "_"))
-    def test_product_is_that_of_router_gemm(self, case):
-        """The same kernel with the same constants: hence the same bits."""
-        args = case.args("meta")
-        plan = router_topk_op.plan(*args)
-        x, weight = args[:2]
-        out = torch.empty(x.shape[0], weight.shape[0], dtype=FP32, device="meta")
-        alone = router_gemm_op.plan(x, weight, args[9], out)
-        for field in dataclasses.fields(alone.config):
-            assert getattr(plan.config, field.name) == getattr(alone.config, field.name)
-        assert plan.template is (ROUTER_TOPK_TILE if "share" in vars(alone.config) else ROUTER_TOPK_STREAM)
-        assert {key: plan.values[key] for key in alone.values if key != "out"} == alone.values
-        assert plan.values["rows_offset"] % 128 == 0
-        assert plan.counter_bytes == plan.values["rows_offset"] + 4 * out.numel()
-
-    @every_call
-    def test_counters(self, call: Routed):
-        """A word for every tile of tokens, then 16-byte rows."""
-        plan = router_topk_op.plan(*call.args(Maker("meta"), placed))
-        if plan == NOTHING:
-            return
-        config, offset = plan.config, plan.values["rows_offset"]
-        if isinstance(config, RouterTopkStreamConfig):
-            words = 4 * config.splits * -(-call.tokens // (8 * config.token_tiles))
-        else:
-            cluster = config.tokens * config.share
-            words = 8 * config.share * -(-call.tokens // cluster)
-            assert config.splits * -(-call.experts // (64 * config.groups)) < 1 << 16
-        assert words <= offset < words + 128
-        assert plan.counter_bytes == offset + 4 * call.tokens * (-(-call.experts // 4) * 4)
-
-    def test_logits_change_the_code(self):
-        with_logits, without = (
-            router_topk_op.plan(*Routed(9, 64, 256, logits=wanted).args(Maker("meta"), placed))
-            for wanted in (True, False)
-        )
-        assert with_logits.config == dataclasses.replace(without.config, has_logits=True)
-        assert (with_logits.values["out"], without.values["out"]) == ("logits", 0)
-
-
-@pytest.mark.slow
-@every_call
-def test_compiles(call: Routed):
-    plan = router_topk_op.plan(*call.args(Maker("meta"), placed))
-    if plan != NOTHING:
-        assert build.compile_only(plan.template, plan.config, "sm_90a").manifest["spill_bytes"] == 0
-
-
 @pytest.mark.gpu
+@every_way
 def test_steps_backend():
-    """The two launches that are compared with leave the same bits."""
+    """The two operators that are compared with leave the same bits."""
     for call, _ in CALLS:
         args = call.args(Maker("cuda"), placed)
         first, second = numerics.copy_args(args), numerics.copy_args(args)

@@ -133,10 +133,12 @@ __device__ __forceinline__ float4 sum_of(const float4* first, int stride) {
   return sum;
 }
 
-// The Sink of a product alone: results go to `out`. begin() is called once `pdl::wait()` has returned.
+// The Sink of a product alone: results go to `out`. begin() is called once `pdl::wait()` has returned. A Sink that says
+// kTriggersLate has dependents that may start no sooner.
 template <class Config>
 struct StreamOut {
   using out_t = typename Config::out_t;
+  static constexpr bool kTriggersLate = false;
   const RouterStreamParams& p;
 
   __device__ __forceinline__ void begin() {}
@@ -221,13 +223,14 @@ __device__ __forceinline__ void combine(const RouterStreamParams& p, const Strea
 // The whole work of a block.
 template <class Config, class Sink>
 __device__ __forceinline__ void router_stream(const RouterStreamParams& p, Sink& sink) {
-  pdl::trigger();
+  if constexpr (!Sink::kTriggersLate) pdl::trigger();
   if constexpr (Config::kSplits > 1) open_shares<Config>();
   const StreamPlace<Config> place(p);
   if constexpr (Config::kPrefetch) prefetch_weights(p, place);
   const typename StreamWeights<Config>::Rows weight_rows(p, place, threadIdx.x % 32);
   const typename StreamTokens<Config>::Rows token_rows(p, place, threadIdx.x % 32);
   pdl::wait();
+  if constexpr (Sink::kTriggersLate) pdl::trigger();
   sink.begin();
   StreamSums<Config> sums = {};
   stream<Config>(p, place, weight_rows, token_rows, sums);
@@ -241,24 +244,30 @@ __global__ void __launch_bounds__(StreamShape<Config>::kThreads, Config::kBlocks
   router_stream<Config>(p, sink);
 }
 
+template <class Config, class... Params>
+cudaError_t prepare_router_stream(void (*kernel)(Params...),
+                                  int smem_bytes = StreamShape<Config>::kSmemBytes) {
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+  return status == cudaSuccess && Config::kSplits > 8 ? allow_large_cluster(kernel) : status;
+}
+
+template <class Config>
+LaunchShape router_stream_launch(const RouterStreamParams& p,
+                                 int smem_bytes = StreamShape<Config>::kSmemBytes) {
+  using Shape = StreamShape<Config>;
+  const int64_t tiles = ceil_div(p.num_experts, Shape::kRows) * ceil_div(p.num_tokens, Shape::kTokens);
+  return {tiles * Config::kSplits, Shape::kThreads, smem_bytes, Config::kPdl, Config::kSplits};
+}
+
 template <class Config>
 struct RouterStream {
   using Params = RouterStreamParams;
-  using Shape = StreamShape<Config>;
 
-  static cudaError_t prepare() {
-    cudaError_t status = cudaFuncSetAttribute(router_stream_kernel<Config>,
-                                              cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSmemBytes);
-    if (status == cudaSuccess && Config::kSplits > 8)
-      status = allow_large_cluster(router_stream_kernel<Config>);
-    return status;
-  }
+  static cudaError_t prepare() { return prepare_router_stream<Config>(router_stream_kernel<Config>); }
 
   static cudaError_t launch(const Params& p, cudaStream_t stream) {
-    const int64_t tiles = ceil_div(p.num_experts, Shape::kRows) * ceil_div(p.num_tokens, Shape::kTokens);
-    const LaunchShape shape = {tiles * Config::kSplits, Shape::kThreads, Shape::kSmemBytes, Config::kPdl,
-                               Config::kSplits};
-    return hpcjit::launch(router_stream_kernel<Config>, shape, stream, p);
+    return hpcjit::launch(router_stream_kernel<Config>, router_stream_launch<Config>(p), stream, p);
   }
 };
 

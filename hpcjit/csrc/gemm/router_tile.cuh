@@ -126,7 +126,7 @@ __device__ __forceinline__ void router_tile(const typename Sink::Params& p, cons
   const RouterTileWork<Config> work(p);
   const RouterTileRing ring{copy::shared_address(smem), copy::shared_address(smem) + Shape::kBarriers};
 
-  pdl::trigger();
+  if constexpr (!Sink::kTriggersLate) pdl::trigger();
   if (threadIdx.x == 0) {
     for (int i = 0; i < Config::kStages; ++i) {
       mbarrier::init(ring.barriers + 16 * i, 1);
@@ -145,6 +145,7 @@ __device__ __forceinline__ void router_tile(const typename Sink::Params& p, cons
   if constexpr (Shape::kCluster > 1) cluster::arrive_relaxed();  // fence_init has made the barriers known
   if constexpr (Config::kShare > 1) cluster::wait();             // before a copy reaches another block
   pdl::wait();
+  if constexpr (Sink::kTriggersLate) pdl::trigger();
 
   if (threadIdx.x >= Shape::kComputing)
     copy_role<Config, Sink>(p, work, ring, x_map, weight_map, low_map);
@@ -193,25 +194,33 @@ LaunchShape router_tile_launch(const RouterTileParams& p, int smem_bytes) {
   return {blocks, Shape::kThreads, smem_bytes, Config::kPdl, Shape::kCluster};
 }
 
+template <class Config, class... Params>
+cudaError_t prepare_router_tile(void (*kernel)(Params...), int smem_bytes) {
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+  return status == cudaSuccess && RouterTileShape<Config>::kCluster > 8 ? allow_large_cluster(kernel)
+                                                                        : status;
+}
+
+template <class Config, class Params, class... KernelParams>
+cudaError_t launch_router_tile(void (*kernel)(KernelParams...), int smem_bytes, const Params& p,
+                               cudaStream_t stream) {
+  RouterTileMaps maps;
+  const cudaError_t status = encode_router_maps<Config>(p, maps);
+  if (status != cudaSuccess) return status;
+  const LaunchShape shape = router_tile_launch<Config>(p, smem_bytes);
+  return hpcjit::launch(kernel, shape, stream, p, maps.x, maps.weight, maps.low);
+}
+
 template <class Config>
 struct RouterTile {
   using Params = RouterTileParams;
-  using Shape = RouterTileShape<Config>;
+  static constexpr int kSmem = RouterTileShape<Config>::kSmem;
 
-  static cudaError_t prepare() {
-    cudaError_t status = cudaFuncSetAttribute(router_tile_kernel<Config>,
-                                              cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSmem);
-    if (status == cudaSuccess && Shape::kCluster > 8)
-      status = allow_large_cluster(router_tile_kernel<Config>);
-    return status;
-  }
+  static cudaError_t prepare() { return prepare_router_tile<Config>(router_tile_kernel<Config>, kSmem); }
 
   static cudaError_t launch(const Params& p, cudaStream_t stream) {
-    RouterTileMaps maps;
-    const cudaError_t status = encode_router_maps<Config>(p, maps);
-    if (status != cudaSuccess) return status;
-    return hpcjit::launch(router_tile_kernel<Config>, router_tile_launch<Config>(p, Shape::kSmem), stream, p,
-                          maps.x, maps.weight, maps.low);
+    return launch_router_tile<Config>(router_tile_kernel<Config>, kSmem, p, stream);
   }
 };
 

@@ -60,11 +60,12 @@ __device__ __forceinline__ void write_quad(const RouterTileParams& p, int64_t to
 
 // The Sink of a product alone: results go to `out`. begin() and end() are called by the thread that copies, before and
 // after it has done so, gate() by the warps that compute, at the end. A Sink that says kOnce gets each result once;
-// otherwise put() may be called again with a better one.
+// otherwise put() may be called again with a better one. One that says kTriggersLate has dependents that may not start
+// before `pdl::wait()` has returned.
 template <class Config>
 struct TileOut {
   using Params = RouterTileParams;
-  static constexpr bool kOnce = false;
+  static constexpr bool kOnce = false, kTriggersLate = false;
 
   __device__ __forceinline__ static int begin(const Params&, const RouterTileWork<Config>&) { return 0; }
   __device__ __forceinline__ static void end(const Params&, const RouterTileWork<Config>&, int) {}

@@ -1,5 +1,5 @@
-// The gate at the end of a router GEMM (gemm/router_stream.cuh, gemm/router_tile.cuh): how the logits of a token get from
-// the blocks that compute them to the warp that gates it, within one launch.
+// The gate behind a router GEMM (gemm/router_stream.cuh, gemm/router_tile.cuh): how the logits of a token get from the
+// blocks that compute them to the warp that gates it without a launch in between.
 //
 // Every token has a row in global memory that is all zero when the launch begins. A block writes a logit there as it is,
 // but 0 as -0, which no gate can tell from 0. The warp that gates the token reads the row until no word is zero, puts the
@@ -15,13 +15,15 @@
 
 namespace hpcjit::moe {
 
-// `counters` holds what the users of this file count with, and `rows_offset` bytes further on the rows.
+// `counters` holds what the users of this file count with, and `rows_offset` bytes further on the rows. `workspace`: see
+// router_topk_pair.cuh.
 struct RouterGateParams {
   const float* bias;
   const int32_t* num_valid_tokens;
   float* weights;
   int32_t* ids;
   void* counters;
+  void* workspace;
   int64_t rows_offset;
   int64_t weights_stride;
   int64_t ids_stride;

@@ -12,8 +12,7 @@
 
 namespace hpcjit::moe {
 
-struct RouterTopkStreamParams {
-  gemm::RouterStreamParams product;
+struct RouterTopkStreamParams : gemm::RouterStreamParams {
   RouterGateParams gate;
 };
 
@@ -27,15 +26,31 @@ struct TopkStreamShape {
   static constexpr int kSmemBytes = Product::kSmemBytes > kGateBytes ? Product::kSmemBytes : kGateBytes;
 };
 
-// Sink of the product: logits go to their token's row, and to `out` if that is wanted.
+// A Sink: logits go to their token's row, and to `out` if that is wanted.
 template <class Config>
-struct StreamGate {
+struct StreamRows {
+  static constexpr bool kTriggersLate = true;  // dependents read the rows
   const RouterTopkStreamParams& p;
+
+  __device__ __forceinline__ void begin() {}
+  __device__ __forceinline__ void put(int64_t token, int64_t expert, float value) const {
+    pass(passed_row(p.gate, p.num_experts, token) + expert, value);
+    if constexpr (Config::kHasLogits) static_cast<float*>(p.out)[token * p.out_stride + expert] = value;
+  }
+};
+
+// The Sink of the one launch.
+template <class Config>
+struct StreamGate : StreamRows<Config> {
+  static constexpr bool kTriggersLate = false;
+  using StreamRows<Config>::p;
   unsigned ticket = 0;  // of thread 0
+
+  __device__ __forceinline__ explicit StreamGate(const RouterTopkStreamParams& p) : StreamRows<Config>{p} {}
 
   __device__ __forceinline__ unsigned last_ticket() const {
     constexpr int kRows = gemm::StreamShape<Config>::kRows;
-    return unsigned((p.product.num_experts + kRows - 1) / kRows) - 1;
+    return unsigned((p.num_experts + kRows - 1) / kRows) - 1;
   }
 
   __device__ __forceinline__ void begin() {
@@ -50,12 +65,6 @@ struct StreamGate {
                  : "memory");
   }
 
-  __device__ __forceinline__ void put(int64_t token, int64_t expert, float value) const {
-    pass(passed_row(p.gate, p.product.num_experts, token) + expert, value);
-    if constexpr (Config::kHasLogits)
-      static_cast<float*>(p.product.out)[token * p.product.out_stride + expert] = value;
-  }
-
   // By all threads, when the block's logits are written.
   __device__ __forceinline__ void gate() const {
     using Shape = TopkStreamShape<Config>;
@@ -65,10 +74,9 @@ struct StreamGate {
     if (warp >= Shape::kWarps) return;
     auto* lists = reinterpret_cast<CandidateList*>(gate_memory);
     float* staged = reinterpret_cast<float*>(lists + Shape::kWarps) + warp * Shape::kStaged;
-    const gemm::StreamPlace<Config> place(p.product);
-    const int64_t end = min(place.first_token + Shape::Product::kTokens, p.product.num_tokens);
-    gate_passed<Config>(p.gate, p.product.num_experts,
-                        place.first_token + place.rank + warp * Config::kSplits,
+    const gemm::StreamPlace<Config> place(p);
+    const int64_t end = min(place.first_token + Shape::Product::kTokens, p.num_tokens);
+    gate_passed<Config>(p.gate, p.num_experts, place.first_token + place.rank + warp * Config::kSplits,
                         Shape::kWarps * Config::kSplits, end, staged, lists[warp]);
   }
 };
@@ -76,8 +84,8 @@ struct StreamGate {
 template <class Config>
 __global__ void __launch_bounds__(gemm::StreamShape<Config>::kThreads, Config::kBlocksPerSm)
     router_topk_stream_kernel(const __grid_constant__ RouterTopkStreamParams p) {
-  StreamGate<Config> sink{p};
-  gemm::router_stream<Config>(p.product, sink);
+  StreamGate<Config> sink(p);
+  gemm::router_stream<Config>(p, sink);
   sink.gate();
 }
 
@@ -87,19 +95,11 @@ struct RouterTopkStream {
   using Shape = TopkStreamShape<Config>;
 
   static cudaError_t prepare() {
-    const auto kernel = router_topk_stream_kernel<Config>;
-    cudaError_t status =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSmemBytes);
-    if (status == cudaSuccess && Config::kSplits > 8) status = allow_large_cluster(kernel);
-    return status;
+    return gemm::prepare_router_stream<Config>(router_topk_stream_kernel<Config>, Shape::kSmemBytes);
   }
 
   static cudaError_t launch(const Params& p, cudaStream_t stream) {
-    using Product = typename Shape::Product;
-    const int64_t tiles =
-        ceil_div(p.product.num_experts, Product::kRows) * ceil_div(p.product.num_tokens, Product::kTokens);
-    const LaunchShape shape = {tiles * Config::kSplits, Product::kThreads, Shape::kSmemBytes, Config::kPdl,
-                               Config::kSplits};
+    const LaunchShape shape = gemm::router_stream_launch<Config>(p, Shape::kSmemBytes);
     return hpcjit::launch(router_topk_stream_kernel<Config>, shape, stream, p);
   }
 };

@@ -60,11 +60,38 @@ struct TileCrowd {
   }
 };
 
+// A Sink: logits go to their token's row, and to `out` if that is wanted.
 template <class Config>
-struct TileGate {
+struct TileRows {
   using Params = RouterTopkTileParams;
   using Work = gemm::RouterTileWork<Config>;
-  static constexpr bool kOnce = true;  // a row that was taken must not be written again
+  static constexpr bool kOnce = true;          // a row that was taken must not be written again
+  static constexpr bool kTriggersLate = true;  // dependents read the rows
+
+  __device__ __forceinline__ static int begin(const Params&, const Work&) { return 0; }
+  __device__ __forceinline__ static void end(const Params&, const Work&, int) {}
+  __device__ __forceinline__ static void put(const Params& p, int64_t token, int64_t expert,
+                                             const float (&value)[4]) {
+    float* target = passed_row(p.gate, p.num_experts, token) + expert;
+    if (expert + 4 <= p.num_experts) {
+      pass4(target, value);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 3; ++j)
+        if (expert + j < p.num_experts) pass(target + j, value[j]);
+    }
+    if constexpr (Config::kHasLogits) gemm::write_quad<Config>(p, token, expert, value);
+  }
+
+  __device__ __forceinline__ static void gate(const Params&, const Work&, float*) {}
+};
+
+// The Sink of the one launch.
+template <class Config>
+struct TileGate : TileRows<Config> {
+  using Params = RouterTopkTileParams;
+  using Work = gemm::RouterTileWork<Config>;
+  static constexpr bool kTriggersLate = false;
 
   // The shares that this block gates, a bit for each.
   __device__ __forceinline__ static uint64_t& shares() {
@@ -88,19 +115,6 @@ struct TileGate {
     }
     if (now == crowd.complete()) *crowd.word = 0;
     shares() = mask;
-  }
-
-  __device__ __forceinline__ static void put(const Params& p, int64_t token, int64_t expert,
-                                             const float (&value)[4]) {
-    float* target = passed_row(p.gate, p.num_experts, token) + expert;
-    if (expert + 4 <= p.num_experts) {
-      pass4(target, value);
-    } else {
-#pragma unroll
-      for (int j = 0; j < 3; ++j)
-        if (expert + j < p.num_experts) pass(target + j, value[j]);
-    }
-    if constexpr (Config::kHasLogits) gemm::write_quad<Config>(p, token, expert, value);
   }
 
   __device__ __forceinline__ static void gate(const Params& p, const Work& work, float* memory) {
@@ -135,19 +149,11 @@ struct RouterTopkTile {
   using Shape = TopkTileShape<Config>;
 
   static cudaError_t prepare() {
-    const auto kernel = router_topk_tile_kernel<Config>;
-    cudaError_t status =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSmem);
-    if (status == cudaSuccess && Shape::Product::kCluster > 8) status = allow_large_cluster(kernel);
-    return status;
+    return gemm::prepare_router_tile<Config>(router_topk_tile_kernel<Config>, Shape::kSmem);
   }
 
   static cudaError_t launch(const Params& p, cudaStream_t stream) {
-    gemm::RouterTileMaps maps;
-    const cudaError_t status = gemm::encode_router_maps<Config>(p, maps);
-    if (status != cudaSuccess) return status;
-    return hpcjit::launch(router_topk_tile_kernel<Config>, gemm::router_tile_launch<Config>(p, Shape::kSmem),
-                          stream, p, maps.x, maps.weight, maps.low);
+    return gemm::launch_router_tile<Config>(router_topk_tile_kernel<Config>, Shape::kSmem, p, stream);
   }
 };
 

@@ -1,12 +1,13 @@
-"""Routing from the hidden states: router logits and their gate in one launch."""
+"""Routing from the hidden states: router logits and their gate in one call."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from hpcjit import checks
+from hpcjit import checks, tune
 from hpcjit.errors import ArgumentError
 from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
@@ -18,7 +19,6 @@ from hpcjit.ops.moe._gate import MAX_EXPERTS, GateArgs, GateOp, outputs
 from hpcjit.ops.moe._grouped_topk import grouped_topk_op
 from hpcjit.ops.moe._topk_sigmoid import topk_sigmoid_op
 from hpcjit.ops.moe._topk_softmax import topk_softmax_op
-from hpcjit.spec import KernelBackend
 
 
 class _Call(NamedTuple):
@@ -62,8 +62,7 @@ class RouterTopkOp(GateOp):
         " Tensor(a!)? logits, Tensor(b!) weights, Tensor(c!) ids) -> ()"
     )
     tensor_core_sums = ("logits",)
-    # The fused kernels have not run on a GPU yet: they must be asked for.
-    priority = (KernelBackend.JIT_STEPS, KernelBackend.TORCH)
+    tuned_table = _router_topk_plan.TABLE
 
     def _call(self, *args: Any) -> _Call:
         if len(args) != len(self.arguments):
@@ -102,13 +101,27 @@ class RouterTopkOp(GateOp):
         c = self._call(*args)
         if not c.x.shape[0]:
             return NOTHING
-        # The kernels keep logits in rows as these: contiguous, aligned, their number of experts rounded up to whole fours.
+        return self._plan(c, _router_topk_plan.way_of(c.x, c.weight.shape[0], c.accuracy))
+
+    def _plan(self, c: _Call, way: str) -> Plan:
+        # Where no logits are wanted they are kept in rows as these: contiguous, aligned.
         rows = torch.empty(c.x.shape[0], c.weight.shape[0], dtype=torch.float32, device="meta")
-        _, gate, gate_args = c.steps(rows)
+        out = rows if c.logits is None else c.logits
+        _, gate, gate_args = c.steps(out if way == _router_topk_plan.LAUNCHES else rows)
         gate_plan = gate.plan(*gate_args)
         assert isinstance(gate_plan, Plan)
-        product = _router_plan.plan(c.x, c.weight, c.accuracy, rows if c.logits is None else c.logits)
-        return _router_topk_plan.plan(product, gate_plan, c.logits)
+        product = _router_plan.plan(c.x, c.weight, c.accuracy, out)
+        return _router_topk_plan.plan(product, gate_plan, c.logits, way)
+
+    def tuned_shape(self, *args: Any) -> tuple[str, int]:
+        c = self._call(*args)
+        shape = _router_plan.shape_of(c.x, c.weight.shape[0])
+        return _router_plan.shape_name(shape, c.accuracy, c.x.dtype), shape.num_tokens
+
+    def alternatives(self, *args: Any) -> Iterator[tuple[tune.Values, Plan]]:
+        c = self._call(*args)
+        if c.x.shape[0]:
+            yield from (({"way": way}, self._plan(c, way)) for way in _router_topk_plan.WAYS)
 
     def reference(self, *args: Any) -> None:
         """What `router_gemm` and the gate promise, one after the other."""
@@ -126,7 +139,7 @@ class RouterTopkOp(GateOp):
         gate.reference(*gate_args)
 
     def forward_jit_steps(self, *args: Any) -> None:
-        """Two launches: `router_gemm`, then the gate."""
+        """Two operators: `router_gemm`, then the gate."""
         self.check(*args)
         c = self._call(*args)
         product, gate, gate_args = c.steps(_logits_of(c, torch.float32))
@@ -161,7 +174,7 @@ def router_topk(
     ids: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Route every token from its hidden state: router logits, then the gate, in one launch.
+    """Route every token from its hidden state: router logits, then the gate, in one call.
 
         logits[m, n] = sum over k of x[m, k] * weight[n, k]      (float32 on tensor cores)
         s            = softmax(logits) or sigmoid(logits)        (float32)
@@ -191,7 +204,7 @@ def router_topk(
         logits: None, or float32 `[num_tokens, num_experts]`, any row stride: receives the logits too.
         weights: float32 `[num_tokens, top_k + num_shared_experts]`, receives the weights. A new tensor by default.
         ids: int32 likewise, receives the experts. A new tensor by default.
-        backend: run this backend or fail. "jit_steps" is the two launches that this one replaces.
+        backend: run this backend or fail. "jit_steps" is the two operators that this one replaces.
 
     Returns:
         `(weights, ids)`. Bits repeat, and those of a token do not depend on what other rows hold.
@@ -201,9 +214,8 @@ def router_topk(
             the experts, fewer than top_k experts in the kept groups, an output in the memory of an input or of another
             output, a tensor that requires grad.
 
-    Where a block of the product does not have all experts of its tokens, logits pass through memory of the stream (see
-    `hpcjit.workspace`): 4 bytes for each token and expert. Safe under CUDA graphs once the signature has run or been
-    prewarmed.
+    By one kernel or by two, whichever is faster; logits pass through memory of the stream (see `hpcjit.workspace`): 4 bytes
+    for each token and expert. Safe under CUDA graphs once the signature has run or been prewarmed.
     """
     require(RouterTopkOp.op, "x", x, 2)
     require(RouterTopkOp.op, "weight", weight, 2)

@@ -1,13 +1,19 @@
-"""Which kernel computes router logits and gates them in the same launch, and with which constants."""
+"""How router logits are computed and gated by one call: by which kernels, and with which constants.
+
+Three ways give the same bits (`WAYS`). "fused": one kernel, whose blocks gate the tokens. "launches": the product, then the
+gate, which waits for its end. "polled": likewise two kernels, but the gate takes each row of logits as soon as it is whole.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from hpcjit import folders, tune
 from hpcjit.build import Config, Template
 from hpcjit.jit_op import Plan
 from hpcjit.ops.gemm import _router_plan, _router_tile
@@ -15,6 +21,12 @@ from hpcjit.ops.gemm._router_plan import RouterStreamConfig
 from hpcjit.ops.gemm._router_tile import RouterTileConfig
 from hpcjit.ops.moe._gate import GateConfig
 
+TABLE = "router_topk"  # tuned/router_topk.json, shapes as `_router_plan.shape_name` spells them
+FUSED, LAUNCHES, POLLED = "fused", "launches", "polled"
+WAYS = (FUSED, LAUNCHES, POLLED)
+# One launch wins where warps that gate have a token or two. With fewer tokens the block that is late costs what the launch
+# would; with more, the gate has all warps of the GPU in a kernel of its own (docs/perf/router_topk.md).
+_FUSED_TOKENS = range(96, 4096)
 _LINE = 128  # bytes
 
 
@@ -48,8 +60,30 @@ class RouterTopkTileConfig(RouterGateConfig, RouterTileConfig):
     pass
 
 
+@dataclass(frozen=True)
+class RouterPairConfig(RouterGateConfig):
+    """The gate has a kernel of its own; its constants, as `GateConfig` has them."""
+
+    polled: bool = False
+    gate_threads: int = 256
+    gate_blocks: int = 1
+    gate_trigger: int = 0
+    gate_prefetch: bool = False
+    gate_wide: bool = False
+
+
+@dataclass(frozen=True)
+class RouterTopkStreamPairConfig(RouterPairConfig, RouterStreamConfig):
+    pass
+
+
+@dataclass(frozen=True)
+class RouterTopkTilePairConfig(RouterPairConfig, RouterTileConfig):
+    pass
+
+
 _GATE_PARAMS = (
-    *("bias", "num_valid_tokens", "weights", "ids", "counters", "rows_offset"),
+    *("bias", "num_valid_tokens", "weights", "ids", "counters", "workspace", "rows_offset"),
     *("weights_stride", "ids_stride", "scaling_factor"),
 )
 
@@ -70,41 +104,97 @@ ROUTER_TOPK_TILE = Template(
 )
 
 
-def plan(product: Plan, gate: Plan, logits: torch.Tensor | None) -> Plan:
-    """The launch that does what `product`, to `logits` if they are wanted, and then `gate` would do."""
-    values: dict[str, Any] = dict(product.values)
-    num_tokens, num_experts = values["num_tokens"], values["num_experts"]
-    config = fused(product.config, gate.config, logits is not None)
-    tickets, rows = counters(config, num_tokens, num_experts)
+ROUTER_TOPK_STREAM_PAIR = Template(
+    op="moe.router_topk_stream_pair",
+    header="moe/router_topk_stream_pair.cuh",
+    entry="hpcjit::moe::RouterTopkStreamPair",
+    config=RouterTopkStreamPairConfig,
+    params=ROUTER_TOPK_STREAM.params,
+)
+
+ROUTER_TOPK_TILE_PAIR = Template(
+    op="moe.router_topk_tile_pair",
+    header="moe/router_topk_tile_pair.cuh",
+    entry="hpcjit::moe::RouterTopkTilePair",
+    config=RouterTopkTilePairConfig,
+    params=ROUTER_TOPK_TILE.params,
+)
+
+
+def way_of(x: torch.Tensor, num_experts: int, mode: str) -> str:
+    """The fastest of `WAYS`: as measured for the shape, or by a rule."""
+    shape = _router_plan.shape_of(x, num_experts)
+    name = _router_plan.shape_name(shape, mode, x.dtype)
+    values = tune.lookup(TABLE, x.device, name, shape.num_tokens)
+    if values is not None and values.get("way") in WAYS:
+        return str(values["way"])
+    if values is not None:
+        text = f"measured choice for {name} is not used: {dict(values)}"
+        warnings.warn(text, folders.CacheWarning, stacklevel=2)
+    return FUSED if shape.num_tokens in _FUSED_TOKENS else LAUNCHES
+
+
+def plan(product: Plan, gate: Plan, logits: torch.Tensor | None, way: str) -> Plan:
+    """The launch that does what `product`, to `logits` if they are wanted, and then `gate` would do.
+
+    The gate was planned for contiguous rows, except that with "launches" it reads `logits` themselves if they are wanted.
+    """
+    num_tokens, num_experts = (int(product.values[name]) for name in ("num_tokens", "num_experts"))
+    template, config = (
+        _fused(product, gate, logits is not None) if way == FUSED else _paired(product, gate, logits, way)
+    )
+    values: dict[str, int | float | str] = dict(product.values)
     values["out"] = 0 if logits is None else "logits"
     values |= {name: gate.values[name] for name in _GATE_PARAMS if name in gate.values}
-    values["rows_offset"] = tickets
-    template = ROUTER_TOPK_STREAM if isinstance(config, RouterTopkStreamConfig) else ROUTER_TOPK_TILE
-    return Plan(template, config, values, counter_bytes=tickets + rows)
+    if way == LAUNCHES:
+        rows = 4 * num_tokens * num_experts if logits is None else 0
+        return Plan(template, config, values | {"rows_offset": 0}, workspace_bytes=rows)
+    tickets = ticket_bytes(config, num_tokens)
+    rows = 4 * num_tokens * (-(-num_experts // 4) * 4)
+    return Plan(template, config, values | {"rows_offset": tickets}, counter_bytes=tickets + rows)
 
 
-def fused(product: Config, gate: Config, has_logits: bool) -> RouterTopkStreamConfig | RouterTopkTileConfig:
-    """Both configs in one."""
+def _fused(product: Plan, gate: Plan, has_logits: bool) -> tuple[Template, Config]:
+    fields = _gate_fields(gate.config) | {"has_logits": has_logits} | _fields(product.config)
+    if isinstance(product.config, RouterTileConfig):
+        return ROUTER_TOPK_TILE, RouterTopkTileConfig(**fields)
+    return ROUTER_TOPK_STREAM, RouterTopkStreamConfig(**fields)
+
+
+def _paired(product: Plan, gate: Plan, logits: torch.Tensor | None, way: str) -> tuple[Template, Config]:
+    own = gate.config
+    assert isinstance(own, GateConfig)
+    polled = way == POLLED
+    fields = _gate_fields(own) | {"has_logits": polled and logits is not None} | _fields(product.config)
+    fields |= {
+        "polled": polled,
+        "gate_threads": own.threads,
+        "gate_blocks": own.min_blocks,
+        "gate_trigger": own.trigger,
+        "gate_prefetch": own.prefetch and not polled,
+        "gate_wide": own.wide,
+    }
+    if isinstance(product.config, RouterTileConfig):
+        return ROUTER_TOPK_TILE_PAIR, RouterTopkTilePairConfig(**fields)
+    return ROUTER_TOPK_STREAM_PAIR, RouterTopkStreamPairConfig(**fields)
+
+
+def _gate_fields(gate: Config) -> dict[str, Any]:
     assert isinstance(gate, GateConfig)
     ours = {field.name for field in dataclasses.fields(RouterGateConfig)}
-    fields = {name: value for name, value in _fields(gate).items() if name in ours}
-    fields |= {"exact_gate": gate.exact, "has_logits": has_logits}
-    if isinstance(product, RouterTileConfig):
-        return RouterTopkTileConfig(**_fields(product) | fields)
-    return RouterTopkStreamConfig(**_fields(product) | fields)
+    return {name: value for name, value in _fields(gate).items() if name in ours} | {"exact_gate": gate.exact}
 
 
 def _fields(config: Config) -> dict[str, Any]:
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
 
 
-def counters(
-    config: RouterTopkStreamConfig | RouterTopkTileConfig, num_tokens: int, num_experts: int
-) -> tuple[int, int]:
-    """Bytes of what the kernel counts with, and of the rows in which it passes logits on."""
-    rows = 4 * num_tokens * (-(-num_experts // 4) * 4)
+def ticket_bytes(config: Config, num_tokens: int) -> int:
+    """Of what the fused kernels count with, in whole lines; the others do not count."""
     if isinstance(config, RouterTopkStreamConfig):
         tickets = 4 * config.splits * -(-num_tokens // (8 * config.token_tiles))
-    else:
+    elif isinstance(config, RouterTopkTileConfig):
         tickets = 8 * config.share * -(-num_tokens // (config.tokens * config.share))
-    return -(-tickets // _LINE) * _LINE, rows
+    else:
+        tickets = 0
+    return -(-tickets // _LINE) * _LINE
