@@ -52,11 +52,11 @@ __device__ __forceinline__ void mono_init_barriers(const MonoBlock<Config>& bloc
   for (int i = 0; i < Shape::kItems; ++i) {
     mbarrier::init(block.base + Shape::kItemBarriersAt + 16 * i, 1);
     mbarrier::init(block.base + Shape::kItemBarriersAt + 16 * i + 8,
-                   Shape::kComputing + 1 + Shape::kFinishing);
+                   Shape::kGroups * Shape::kComputing + 1 + Shape::kFinishing);
   }
   for (int i = 0; i < 2; ++i) {
-    mbarrier::init(block.base + Shape::kSumBarriersAt + 16 * i, Shape::kComputing);
-    mbarrier::init(block.base + Shape::kSumBarriersAt + 16 * i + 8, Shape::kFinishing);
+    mbarrier::init(block.base + Shape::kSumBarriersAt + 16 * i, Shape::kGroups * Shape::kComputing);
+    mbarrier::init(block.base + Shape::kSumBarriersAt + 16 * i + 8, 1);
   }
   mbarrier::fence_init();
 }
@@ -90,9 +90,9 @@ __global__ void __launch_bounds__(MonoShape<Config>::kThreads, 1)
     return;
   }
   constexpr int kOthers = Shape::kThreads - 32;
-  plan.template place_pairs<kOthers>(warp < Shape::kComputing ? threadIdx.x : threadIdx.x - 32);
+  plan.template place_pairs<kOthers>(warp < Shape::kCopiesWeights ? threadIdx.x : threadIdx.x - 32);
   named_barrier::sync<kOthers>(2);
-  if (warp < Shape::kComputing)
+  if (warp < Shape::kCopiesWeights)
     mono_compute(block, warp, lane);
   else if (warp == Shape::kCopiesRows)
     MonoRows<Config>(block).run();

@@ -1,6 +1,6 @@
 // kColumns features of the result for all tokens, by all warps that compute; see mono.cuh.
 //
-// Warps of one slot share out its features, slots the tiles of rows. Each slot has sums of its own of every token in shared
+// Groups of warps take turns of stages. Warps of one slot share out its features, slots the tiles of rows. Each slot of a group has sums of its own of every token in shared
 // memory, so that no two threads ever add to one; at the end they are added in order.
 #pragma once
 #include "hpcjit/ptx/named_barrier.cuh"
@@ -14,7 +14,7 @@ class MonoDown {
   using Fragments = MonoFragments<typename Config::weight_t>;
   static constexpr int kTiles = Shape::kTokenTiles, kColumns = Shape::kColumns,
                        kProducts = Fragments::kProducts;
-  static constexpr int kThreads = 32 * Shape::kComputing;
+  static constexpr int kThreads = 32 * Shape::kGroups * Shape::kComputing;
   static constexpr int kAhead =
       kTiles < 4 ? 1 : 0;  // operands loaded before they are needed; registers end there
   using Ring = MonoRing<Shape::kStages>;
@@ -22,34 +22,42 @@ class MonoDown {
  public:
   __device__ MonoDown(const MonoBlock<Config>& block, int warp, int lane)
       : b_(block),
-        warp_(warp),
+        group_(warp / Shape::kComputing),
         lane_(lane),
-        slot_(warp / Shape::kColumnTiles),
-        strip_(warp % Shape::kColumnTiles),
+        slot_(warp % Shape::kComputing / Shape::kColumnTiles),
+        strip_(warp % Shape::kComputing % Shape::kColumnTiles),
         sums_(block.template at<float>(0)) {}
 
   __device__ __forceinline__ void run(uint32_t item, Ring& ring) {
     first_column_ = int(item) * kColumns;
     named_barrier::sync<kThreads>(1);  // the sums of an item before this one have been read
-    const int count = Shape::kSlots * b_.p.num_tokens * Shape::kOutPitch;
+    const int count = Shape::kGroups * Shape::kSlots * b_.p.num_tokens * Shape::kOutPitch;
     for (int i = threadIdx.x; i < count; i += kThreads) sums_[i] = 0.f;
     named_barrier::sync<kThreads>(1);
     const uint32_t slots = b_.down_slots(), parts = b_.down_parts();
+    const uint32_t stages = (slots + Shape::kSlots - 1) / Shape::kSlots;
+    constexpr uint32_t kStep = Shape::kGroups * Shape::kSlots;
+    const uint32_t whole = kStep / parts, rest = kStep - whole * parts;
     Slot slot, next;
-    next.index = unsigned(slot_) / parts;
-    next.part = unsigned(slot_) % parts;
-    next.load(*this, slot_);
-    for (uint32_t first = 0; first < slots; first += Shape::kSlots) {
+    uint32_t number = group_ * Shape::kSlots + slot_;
+    next.index = number / parts;
+    next.part = number - next.index * parts;
+    next.load(*this, number);
+    ring.advance(min(uint32_t(group_), stages));
+    for (uint32_t stage = group_; stage < stages; stage += Shape::kGroups) {
       slot = next;
-      next.part += Shape::kSlots % parts;
-      next.index += Shape::kSlots / parts + (next.part >= parts);
+      number += kStep;
+      next.part += rest;
+      next.index += whole + (next.part >= parts);
       if (next.part >= parts) next.part -= parts;
-      next.load(*this, first + Shape::kSlots + slot_);
+      next.load(*this, number);
       mbarrier::wait(ring.full(), ring.parity);
-      if (slot.live > 0) run_slot(slot, b_.base + Shape::kRing + ring.stage * Shape::kStageBytes);
+      float value[kTiles][4] = {};
+      if (slot.live > 0) multiply(slot, b_.base + Shape::kRing + ring.stage * Shape::kStageBytes, value);
       __syncwarp();
       if (lane_ == 0) mbarrier::arrive(ring.empty());
-      ring.advance();
+      ring.advance(min(uint32_t(Shape::kGroups), stages - stage));
+      if (slot.live > 0) add(slot, value);
     }
     named_barrier::sync<kThreads>(1);
     write();
@@ -82,13 +90,6 @@ class MonoDown {
       }
     }
   };
-
-  __device__ __forceinline__ void run_slot(const Slot& slot, uint32_t stage) {
-    float value[kTiles][4] = {};
-    multiply(stage + slot_ * Shape::kDownBox, stage + Shape::kWeightBytes + slot_ * Shape::kSlotRows, slot,
-             value);
-    add(slot, value);
-  }
 
   // Of features g and g + 8, or (blocks) of the first and the second 128 of K.
   __device__ void load_scale(int expert, uint32_t part, float (&scale)[2]) const {
@@ -138,8 +139,10 @@ class MonoDown {
     }
   }
 
-  __device__ __forceinline__ void multiply(uint32_t weights, uint32_t rows, const Slot& slot,
+  __device__ __forceinline__ void multiply(const Slot& slot, uint32_t stage,
                                            float (&value)[kTiles][4]) const {
+    const uint32_t weights = stage + slot_ * Shape::kDownBox;
+    const uint32_t rows = stage + Shape::kWeightBytes + slot_ * Shape::kSlotRows;
     Operands operands[kAhead + 1];
     if (kAhead > 0) load(weights, rows, 0, slot.live, operands[0]);
 #pragma unroll
@@ -200,7 +203,9 @@ class MonoDown {
       for (int c = 0; c < 2; ++c) {
         if (slot.token[j][c] < 0) continue;
         float* sum =
-            sums_ + (slot_ * b_.p.num_tokens + slot.token[j][c]) * Shape::kOutPitch + 16 * strip_ + lane_ / 4;
+            sums_ +
+            ((group_ * Shape::kSlots + slot_) * b_.p.num_tokens + slot.token[j][c]) * Shape::kOutPitch +
+            16 * strip_ + lane_ / 4;
         const float first = sum[0], second = sum[8];
         sum[0] = first + slot.weight[j][c] * (value[j][c] * (kOfFeatures ? slot.scale[0] : 1.f));
         sum[8] = second + slot.weight[j][c] * (value[j][c + 2] * (kOfFeatures ? slot.scale[1] : 1.f));
@@ -217,7 +222,7 @@ class MonoDown {
       if (first_column_ + column >= p.hidden_size) continue;
       float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-      for (int slot = 0; slot < Shape::kSlots; ++slot) {
+      for (int slot = 0; slot < Shape::kGroups * Shape::kSlots; ++slot) {
         const float4 other = *reinterpret_cast<const float4*>(
             sums_ + (slot * p.num_tokens + token) * Shape::kOutPitch + column);
         sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
@@ -234,8 +239,8 @@ class MonoDown {
   }
 
   const MonoBlock<Config>& b_;
-  int warp_, lane_, slot_, strip_, first_column_ = 0;
-  float* sums_;  // [slot][token][kOutPitch]
+  int group_, lane_, slot_, strip_, first_column_ = 0;
+  float* sums_;  // [group][slot][token][kOutPitch]
 };
 
 }  // namespace hpcjit::moe

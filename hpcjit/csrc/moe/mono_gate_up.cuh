@@ -1,7 +1,7 @@
 // Gate and up of 16 features for the rows of a tile; see mono.cuh.
 //
 // A product's 16 rows of weights are 8 gate rows and the 8 up rows of the same features, so a thread has both of a feature
-// and a token. Each warp that computes sums its own chunks of K and goes on; others add the eight sums (two buffers).
+// and a token. Groups of warps take turns of stages; each warp sums its own chunks of K and goes on; others add all sums (two buffers).
 #pragma once
 #include "hpcjit/math/activation.cuh"
 #include "hpcjit/ptx/global.cuh"
@@ -46,22 +46,28 @@ class MonoGateUp {
   using Fragments = MonoFragments<typename Config::weight_t>;
   static constexpr int kTiles = Shape::kTokenTiles, kSteps = Shape::kChunk / 32,
                        kProducts = Fragments::kProducts;
+  static constexpr int kWarps = Shape::kGroups * Shape::kComputing;
   static constexpr bool kBlocks = Config::kQuant == kQuantBlock;
-  static constexpr int kChains = kTiles == 1 ? 2 : 1;  // of sums, where the latency of one shows
+  static constexpr bool kLate =
+      Shape::kGroups > 1;  // scales are loaded when they are needed, for want of registers
   using Sums = float[2][kTiles][4];
   using Ring = MonoRing<Shape::kStages>;
 
  public:
   __device__ MonoGateUp(const MonoBlock<Config>& block, int warp, int lane)
-      : b_(block), warp_(warp), lane_(lane), buffers_{block.base + Shape::kSumBarriersAt} {}
+      : b_(block),
+        all_(warp),
+        group_(warp / Shape::kComputing),
+        warp_(warp % Shape::kComputing),
+        lane_(lane),
+        buffers_{block.base + Shape::kSumBarriersAt} {}
 
   __device__ __forceinline__ void run(uint32_t index, Ring& ring) {
     const Item item(b_, index);
     Sums value = {};
     accumulate(item, ring, value);
     mbarrier::wait(buffers_.empty(), buffers_.parity ^ 1);
-    float4* sums =
-        b_.template at<float4>(0) + (buffers_.stage * Shape::kComputing + warp_) * Shape::kSumVecs + lane_;
+    float4* sums = b_.template at<float4>(0) + (buffers_.stage * kWarps + all_) * Shape::kSumVecs + lane_;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -109,12 +115,13 @@ class MonoGateUp {
   };
 
   __device__ __forceinline__ void accumulate(const Item& item, Ring& ring, Sums& value) {
-    const int chunks = b_.gate_up_chunks();
-    ChunkScale scale, next;
-    next.load(item, min(warp_, chunks - 1), lane_);
-    for (int chunk = warp_; chunk - warp_ < chunks; chunk += Shape::kChunks) {
-      scale = next;
-      next.load(item, min(chunk + Shape::kChunks, chunks - 1), lane_);
+    const int chunks = b_.gate_up_chunks(), stages = b_.gate_up_stages();
+    int k = group_ ^ turn_;  // the group's first stage
+    ring.advance(uint32_t(min(k, stages)));
+    for (; k < stages; k += Shape::kGroups) {
+      const int chunk = k * Shape::kChunks + warp_;
+      ChunkScale scale;
+      scale.load(item, min(chunk, chunks - 1), lane_);
       mbarrier::wait(ring.full(), ring.parity);
       if (chunk < chunks) {
         const uint32_t stage = b_.base + Shape::kRing + ring.stage * Shape::kStageBytes;
@@ -128,8 +135,9 @@ class MonoGateUp {
       }
       __syncwarp();
       if (lane_ == 0) mbarrier::arrive(ring.empty());
-      ring.advance();
+      ring.advance(uint32_t(min(Shape::kGroups, stages - k)));
     }
+    if (Shape::kGroups > 1) turn_ ^= stages % 2;
   }
 
   static __device__ __forceinline__ void promote(const Sums& part, int live, const ChunkScale& scale,
@@ -145,7 +153,6 @@ class MonoGateUp {
     }
   }
 
-  // All loads come first: their latency, not their number, is what would show.
   __device__ __forceinline__ void multiply_chunk(uint32_t stage, int live, Sums& sum) const {
     // Matrix lane / 8 of four: gate and up rows of the first 16 bytes, then of the second.
     const int row = lane_ % 8, half = lane_ / 16;
@@ -153,75 +160,66 @@ class MonoGateUp {
                              warp_ * (Shape::kFeatures * Shape::kChunk) + row * Shape::kChunk;
     const uint32_t rows =
         stage + Shape::kWeightBytes + row * Shape::kRowPitch + warp_ * Shape::kChunk + lane_ / 8 * 16;
-    uint32_t word[kSteps][2][4], x[kTiles][2][4];
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
+    for (int pair = 0; pair < kSteps / 2; ++pair) {
+      uint32_t word[2][2][4], x[kTiles][4];
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        mma::ldmatrix_x4(word[s][i], weights + i * 8 * Shape::kChunk + ((2 * s + half) ^ row) * 16);
-    }
+      for (int s = 0; s < 2; ++s) {
 #pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-      for (int pair = 0; pair < 2; ++pair)
-        if (j < live) mma::ldmatrix_x4(x[j][pair], rows + j * 8 * Shape::kRowPitch + pair * 64);
-    }
-    Sums odd = {};
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      uint32_t a[2][kProducts][4];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) Fragments::weights(word[s][i], a[i]);
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        if (j >= live) continue;
-        uint32_t b[kProducts][2];
-        Fragments::rows({x[j][s / 2][s % 2 * 2], x[j][s / 2][s % 2 * 2 + 1]}, b);
-        Sums& target = kChains == 2 && s % 2 ? odd : sum;
-#pragma unroll
-        for (int k = 0; k < kProducts; ++k) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i)
-            mma::m16n8k16<typename Fragments::operand_t>(target[i][j], a[i][k], b[k]);
-        }
+        for (int i = 0; i < 2; ++i)
+          mma::ldmatrix_x4(word[s][i],
+                           weights + i * 8 * Shape::kChunk + ((4 * pair + 2 * s + half) ^ row) * 16);
       }
-    }
-    if constexpr (kChains == 2) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int j = 0; j < kTiles; ++j)
+        if (j < live) mma::ldmatrix_x4(x[j], rows + j * 8 * Shape::kRowPitch + pair * 64);
 #pragma unroll
-        for (int c = 0; c < 4; ++c) sum[i][0][c] += odd[i][0][c];
+      for (int s = 0; s < 2; ++s) {
+        uint32_t a[2][kProducts][4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) Fragments::weights(word[s][i], a[i]);
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) {
+          if (j >= live) continue;
+          uint32_t b[kProducts][2];
+          Fragments::rows({x[j][2 * s], x[j][2 * s + 1]}, b);
+#pragma unroll
+          for (int k = 0; k < kProducts; ++k) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+              mma::m16n8k16<typename Fragments::operand_t>(sum[i][j], a[i][k], b[k]);
+          }
+        }
       }
     }
   }
 
   const MonoBlock<Config>& b_;
-  int warp_, lane_;
-  MonoRing<2> buffers_;  // of sums
+  int all_, group_, warp_, lane_;  // number of the warp; its group, and its number there
+  int turn_ = 0;                   // which group has the first stage of an item
+  MonoRing<2> buffers_;            // of sums
 };
 
-// A warp that finishes: of each item every kFinishing-th token tile, in which it adds the sums of the warps, applies the
-// activation, and writes the hidden rows.
+// A warp that finishes: every kFinishing-th item, whose sums it adds, to which it applies the activation, and whose hidden rows it
+// writes.
 template <class Config>
 class MonoHidden {
   using Shape = MonoShape<Config>;
   using Item = MonoGateUpItem<Config>;
   using weight_t = typename Config::weight_t;
-  static constexpr int kTiles = Shape::kTokenTiles, kOwn = kTiles / Shape::kFinishing;
+  static constexpr int kTiles = Shape::kTokenTiles;
+  static constexpr int kWarps = Shape::kGroups * Shape::kComputing;
   static constexpr bool kOfRows = Config::kQuant == kQuantTensor || Config::kQuant == kQuantChannel;
 
  public:
   __device__ MonoHidden(const MonoBlock<Config>& block, int number)
-      : b_(block),
-        items_(block),
-        number_(number),
-        lane_(threadIdx.x % 32),
-        buffers_{block.base + Shape::kSumBarriersAt} {}
+      : b_(block), items_(block), number_(number), lane_(threadIdx.x % 32) {}
 
   __device__ void run() {
     const uint32_t end = b_.gate_up_items();
     uint32_t index;
-    while ((index = items_.next(lane_)) < end) finish(Item(b_, index));
+    for (int count = 0; (index = items_.next(lane_)) < end; ++count)
+      if (count % Shape::kFinishing == number_) finish(Item(b_, index), count % 2, count / 2 % 2);
     items_.leave(lane_, b_.items(), index);
   }
 
@@ -248,42 +246,35 @@ class MonoHidden {
     }
   };
 
-  __device__ __forceinline__ void finish(const Item& item) {
-    Scale scale[kOwn];
-    float h[kOwn][2][2];  // [features 8 i + g][columns]
+  __device__ __forceinline__ void finish(const Item& item, int buffer, uint32_t parity) {
+    const uint32_t barriers = b_.base + Shape::kSumBarriersAt + 16 * buffer;  // full, empty
+    Scale scale[kTiles];
+    float h[kTiles][2][2];  // [features 8 i + g][columns]
 #pragma unroll
-    for (int t = 0; t < kOwn; ++t)
-      if (tile(t) < item.live) scale[t].load(item, lane_, tile(t));
-    mbarrier::wait(buffers_.full(), buffers_.parity);
+    for (int j = 0; j < kTiles; ++j)
+      if (j < item.live) scale[j].load(item, lane_, j);
+    mbarrier::wait(barriers, parity);
 #pragma unroll
-    for (int t = 0; t < kOwn; ++t)
-      if (tile(t) < item.live) activate_sums(tile(t), scale[t], h[t]);
+    for (int j = 0; j < kTiles; ++j)
+      if (j < item.live) activate_sums(buffer, j, scale[j], h[j]);
     __syncwarp();
-    if (lane_ == 0) mbarrier::arrive(buffers_.empty());
-    buffers_.advance();
-    int written = 0;
+    if (lane_ == 0) mbarrier::arrive(barriers + 8);
 #pragma unroll
-    for (int t = 0; t < kOwn; ++t) {
-      if (tile(t) >= item.live) continue;
-      write(item, tile(t), h[t]);
-      ++written;
-    }
-    if (written == 0) return;
+    for (int j = 0; j < kTiles; ++j)
+      if (j < item.live) write(item, j, h[j]);
     global::fence_async();
     __syncwarp();
-    if (lane_ == 0) global::add_release(b_.p.counters + 2 + item.index, written);
+    if (lane_ == 0) global::add_release(b_.p.counters + 2 + item.index, 1);
   }
 
-  __device__ int tile(int t) const { return number_ + t * Shape::kFinishing; }
-
-  __device__ __forceinline__ void activate_sums(int tile, const Scale& scale, float (&h)[2][2]) const {
-    const float4* sums =
-        b_.template at<float4>(0) + buffers_.stage * Shape::kComputing * Shape::kSumVecs + lane_;
+  __device__ __forceinline__ void activate_sums(int buffer, int tile, const Scale& scale,
+                                                float (&h)[2][2]) const {
+    const float4* sums = b_.template at<float4>(0) + buffer * kWarps * Shape::kSumVecs + lane_;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float4 sum = sums[(i * kTiles + tile) * 32];
-#pragma unroll
-      for (int w = 1; w < Shape::kComputing; ++w) {
+#pragma unroll 5  // registers end there
+      for (int w = 1; w < kWarps; ++w) {
         const float4 other = sums[w * Shape::kSumVecs + (i * kTiles + tile) * 32];
         sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
       }
@@ -327,7 +318,6 @@ class MonoHidden {
   const MonoBlock<Config>& b_;
   MonoItems<Config> items_;
   int number_, lane_;
-  MonoRing<2> buffers_;
 };
 
 }  // namespace hpcjit::moe

@@ -166,11 +166,7 @@ class MonoRows {
     const uint32_t index = slot / parts;
     while (index >= ready_) {
       const uint32_t own = ready_ + lane_;
-      bool done = own < b_.num_tiles;
-      if (done) {
-        const uint32_t tokens = (b_.tile(own).rows + 7) / 8;  // token tiles, whose rows are written apart
-        done = global::load_acquire(b_.p.counters + 2 + own) == tokens * b_.features();
-      }
+      const bool done = own < b_.num_tiles && global::load_acquire(b_.p.counters + 2 + own) == b_.features();
       const uint32_t missing = __ballot_sync(0xffffffffu, !done);
       ready_ += missing == 0 ? 32 : __ffs(missing) - 1;
       global::fence_async();

@@ -18,7 +18,7 @@ struct MonoParams {
   bf16* out;
   uint8_t* hidden;  // [part of K][row][Shape::kHiddenRow]: 256 bytes of e4m3 or bf16, FP8: scales of 16 codes
   uint32_t*
-      counters;  // ticket, blocks that have ended, then for each tile warps that have written hidden rows
+      counters;  // ticket, blocks that have ended, then for each tile items that have written hidden rows
   int64_t x_stride, x_scale_token_stride, x_scale_group_stride, ids_stride, weights_stride, shared_stride,
       out_stride;
   int num_tokens, top_k, num_experts, expert_offset, hidden_size, intermediate_size;
@@ -36,9 +36,11 @@ struct MonoShape {
   static constexpr bool kScaled = Config::kQuant != kQuantNone;
   static constexpr int kBytes = int(sizeof(weight_t));
   static constexpr int kTokenTiles = Config::kTokenTiles, kRows = 8 * kTokenTiles;
-  // Warps: those that compute, one that copies weights, one that copies rows, those that finish.
-  static constexpr int kComputing = 8, kCopiesWeights = 8, kCopiesRows = 9, kFirstFinishing = 10;
-  static constexpr int kFinishing = kTokenTiles < 2 ? 1 : 2, kThreads = 32 * (kFirstFinishing + kFinishing);
+  // Warps: groups of those that compute, one that copies weights, one that copies rows, those that finish, in turns.
+  static constexpr int kComputing = 8, kGroups = Config::kGroups, kCopiesWeights = kGroups * kComputing;
+  static constexpr int kCopiesRows = kCopiesWeights + 1, kFirstFinishing = kCopiesRows + 1;
+  static constexpr int kFinishing = 2;
+  static constexpr int kThreads = 32 * (kFirstFinishing + kFinishing);
 
   // Gate-up: 16 features, a stage has a chunk of 128 bytes of K for each warp.
   static constexpr int kFeatures = 16, kRowTiles = 2;
@@ -64,9 +66,9 @@ struct MonoShape {
 
   // Sums of the warps (two buffers) in gate-up, and of the tokens in down, share memory.
   static constexpr int kSumVecs = kRowTiles * kTokenTiles * 32;  // float4, of a warp
-  static constexpr int kSumBytes = 2 * kComputing * kSumVecs * 16;
+  static constexpr int kSumBytes = 2 * kGroups * kComputing * kSumVecs * 16;
   static constexpr int kOutPitch = kColumns + 8;
-  static constexpr int kOutBytes = kSlots * Config::kTokens * kOutPitch * 4;
+  static constexpr int kOutBytes = kGroups * kSlots * Config::kTokens * kOutPitch * 4;
   static constexpr int kScratch = max(kSumBytes, kOutBytes);
 
   static constexpr int kMaskWords = (Config::kTokens + 31) / 32;
@@ -89,13 +91,15 @@ struct MonoShape {
 
   static constexpr int kBudget = 227 * 1024 - 1024;  // and for alignment
   static constexpr int kFit = (kBudget - kTablesEnd - 16 * (kItems + 2)) / (kStageBytes + 16);
-  static constexpr int kStages = kFit < 6 ? kFit : 6;
+  // A whole number for each group: a slot of the ring then belongs to one, and none waits for a phase that is two ahead.
+  static constexpr int kStages = (kFit < 6 ? kFit : 6) / kGroups * kGroups;
   static constexpr int kBarriersAt = kTablesEnd;
   static constexpr int kItemBarriersAt = kBarriersAt + 16 * kStages;
   static constexpr int kSumBarriersAt = kItemBarriersAt + 16 * kItems;
   static constexpr int kRing = (kSumBarriersAt + 16 * 2 + 1023) / 1024 * 1024;
   static constexpr int kSmem = kRing + kStages * kStageBytes + 1024;
-  static_assert(kFit >= 2 && kSmem <= 227 * 1024 && kSlots >= 1 && Config::kTokens <= 256 &&
+  static_assert(kGroups == 1 || Config::kQuant != kQuantBlock);  // registers would not suffice
+  static_assert(kStages >= 2 && kSmem <= 227 * 1024 && kSlots >= 1 && Config::kTokens <= 256 &&
                 Config::kPairs <= 4096);
 };
 
@@ -151,6 +155,11 @@ struct MonoRing {
       stage = 0;
       parity ^= 1;
     }
+  }
+  __device__ void advance(uint32_t stages) {
+    const uint32_t at = stage + stages;
+    stage = at % kCount;
+    parity ^= at / kCount % 2;
   }
 };
 

@@ -15,11 +15,12 @@ MAX_PAIRS = 1024
 FEATURES = 16  # of a gate-up item; those of a row's hidden activation that share a scale
 _WARPS = 8  # that compute
 _SMEM = 227 * 1024
+_MIN_STAGES = {1: 3, 2: 4}  # of the ring, by groups
 _PART = 256  # bytes of K of a down slot
 _EXPERTS_STEP = 32  # a config serves so many numbers of experts
 
 # The most rows of an expert, were all even, for which tiles have so many columns of 8 rows.
-_MEAN_ROWS = {1: 4, 2: 10, 4: 32}
+_MEAN_ROWS = {1: 4, 2: 12}
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class FusedMoeMonoConfig(Config):
     quantise: int = 0
     token_tiles: int = 1
     columns: int = 32
+    groups: int = 2
     tokens: int = 8
     pairs: int = 64
     experts: int = 128
@@ -76,15 +78,15 @@ def _hidden_row(fp8: bool) -> int:
     return _PART + (64 if fp8 else 0) + 16
 
 
-def fits(tokens: int, token_tiles: int, columns: int, pairs: int, experts: int, fp8: bool) -> bool:
-    """Whether two stages of the ring fit into shared memory (`csrc/moe/mono_shape.cuh`)."""
+def fits(tokens: int, token_tiles: int, columns: int, groups: int, pairs: int, experts: int, fp8: bool) -> bool:
+    """Whether enough stages of the ring fit into shared memory (`csrc/moe/mono_shape.cuh`)."""
     rows, strips = 8 * token_tiles, columns // FEATURES
     slots = _WARPS // strips
     slot_rows = rows * _hidden_row(fp8)
     stage = max(32768, slots * columns * 256) + max(rows * 1040, slots * slot_rows) + 1040
-    sums = max(token_tiles * 16384, slots * tokens * (columns + 8) * 4)
+    sums = groups * max(token_tiles * 16384, slots * tokens * (columns + 8) * 4)
     tables = 8 * (ceil_div(pairs, rows) + experts) + 12 * pairs + experts * (4 * ceil_div(tokens, 32) + 2)
-    return sums + tables + 2 * stage + 4096 <= _SMEM
+    return sums + tables + _MIN_STAGES[groups] * stage + 4096 <= _SMEM
 
 
 def _config(op: str, a: FusedMoeArgs) -> FusedMoeMonoConfig | None:
@@ -97,7 +99,11 @@ def _config(op: str, a: FusedMoeArgs) -> FusedMoeMonoConfig | None:
     wanted = next((n for n, most in _MEAN_ROWS.items() if mean <= most), 0)
     tiles = min(wanted, max(1, cap // 8))
     fp8 = a.quant != "bf16"
-    if not tiles or not fits(cap, tiles, strip, pairs, experts, fp8):
+    if not tiles:
+        return None
+    most = 1 if a.quant == "fp8_block" else 2  # registers do not suffice for two groups and scales of blocks
+    groups = next((n for n in range(most, 0, -1) if fits(cap, tiles, strip, n, pairs, experts, fp8)), 0)
+    if not groups:
         return None
     return FusedMoeMonoConfig(
         weight_t="e4m3" if fp8 else "bf16",
@@ -105,6 +111,7 @@ def _config(op: str, a: FusedMoeArgs) -> FusedMoeMonoConfig | None:
         quantise=quantise_mode(a),
         token_tiles=tiles,
         columns=strip,
+        groups=groups,
         tokens=cap,
         pairs=pairs,
         experts=experts,

@@ -31,6 +31,21 @@ __device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {
       : "memory");
 }
 
+// Where `yes`; without a branch, which must not stand between products of a warpgroup and their wait.
+__device__ __forceinline__ void arrive_if(bool yes, uint32_t barrier) {
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "setp.ne.b32 p, %1, 0;\n"
+      "@p mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];\n}" ::"r"(barrier),
+      "r"(int(yes))
+      : "memory");
+}
+
+// One arrival, counted among those of the phase, once this thread's cp.async copies so far (copy.cuh) have been written.
+__device__ __forceinline__ void arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // One arrival, and the phase also waits for that many bytes.
 __device__ __forceinline__ void arrive_expecting(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
