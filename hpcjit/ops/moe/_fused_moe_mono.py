@@ -101,7 +101,7 @@ def _config(op: str, a: FusedMoeArgs) -> FusedMoeMonoConfig | None:
     fp8 = a.quant != "bf16"
     if not tiles:
         return None
-    most = 1 if a.quant == "fp8_block" else 2  # registers do not suffice for two groups and scales of blocks
+    most = 1 if a.quant in ("fp8_channel", "fp8_block") else 2  # registers do not suffice for two and many scales
     groups = next((n for n in range(most, 0, -1) if fits(cap, tiles, strip, n, pairs, experts, fp8)), 0)
     if not groups:
         return None
