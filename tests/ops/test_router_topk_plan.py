@@ -87,7 +87,7 @@ def test_gate_reads_logits_where_they_are():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "way"), [(1, LAUNCHES), (95, LAUNCHES), (96, FUSED), (4095, FUSED), (4096, LAUNCHES)]
+    ("tokens", "way"), [(1, POLLED), (1536, POLLED), (1537, FUSED), (3072, FUSED), (3073, LAUNCHES)]
 )
 def test_rule(tokens: int, way: str):
     x = torch.empty(tokens, 640, dtype=torch.bfloat16, device="meta")
@@ -97,12 +97,12 @@ def test_rule(tokens: int, way: str):
 def test_table(monkeypatch: pytest.MonkeyPatch):
     """What was measured holds; what makes no sense is passed over with a warning."""
     x = torch.empty(200, 640, dtype=torch.bfloat16, device="meta")
-    found = {"way": POLLED}
+    found = {"way": LAUNCHES}
     monkeypatch.setattr(tune, "lookup", lambda *args: found)
-    assert _router_topk_plan.way_of(x, 100, "fast") == POLLED
+    assert _router_topk_plan.way_of(x, 100, "fast") == LAUNCHES
     found["way"] = "some other"
     with pytest.warns(CacheWarning, match="N=100 K=640 fast is not used"):
-        assert _router_topk_plan.way_of(x, 100, "fast") == FUSED
+        assert _router_topk_plan.way_of(x, 100, "fast") == POLLED
 
 
 def test_measured():

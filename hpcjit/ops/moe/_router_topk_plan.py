@@ -24,9 +24,9 @@ from hpcjit.ops.moe._gate import GateConfig
 TABLE = "router_topk"  # tuned/router_topk.json, shapes as `_router_plan.shape_name` spells them
 FUSED, LAUNCHES, POLLED = "fused", "launches", "polled"
 WAYS = (FUSED, LAUNCHES, POLLED)
-# One launch wins where warps that gate have a token or two. With fewer tokens the block that is late costs what the launch
-# would; with more, the gate has all warps of the GPU in a kernel of its own (docs/perf/router_topk.md).
-_FUSED_TOKENS = range(96, 4096)
+# Where no shape was measured (docs/perf/router_topk.md): up to so many tokens the gate polls; then, up to twice as many, one
+# launch wins, whose warps gate a token or two; with more, it is enough that the gate has a kernel of its own.
+_POLLED_TOKENS, _FUSED_TOKENS = 1536, 3072
 _LINE = 128  # bytes
 
 
@@ -131,7 +131,9 @@ def way_of(x: torch.Tensor, num_experts: int, mode: str) -> str:
     if values is not None:
         text = f"measured choice for {name} is not used: {dict(values)}"
         warnings.warn(text, folders.CacheWarning, stacklevel=2)
-    return FUSED if shape.num_tokens in _FUSED_TOKENS else LAUNCHES
+    if shape.num_tokens <= _POLLED_TOKENS:
+        return POLLED
+    return FUSED if shape.num_tokens <= _FUSED_TOKENS else LAUNCHES
 
 
 def plan(product: Plan, gate: Plan, logits: torch.Tensor | None, way: str) -> Plan:
