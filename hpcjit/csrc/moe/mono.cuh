@@ -20,6 +20,7 @@
 #pragma once
 #include "hpcjit/launch.cuh"
 #include "hpcjit/ptx/pdl.cuh"
+#include "hpcjit/ptx/prefetch.cuh"
 #include "hpcjit/tensor_map.cuh"
 #include "moe/fused_moe_rows.cuh"
 #include "moe/mono_down.cuh"
@@ -61,6 +62,19 @@ __device__ __forceinline__ void mono_init_barriers(const MonoBlock<Config>& bloc
   mbarrier::fence_init();
 }
 
+// Weights that will be needed, to L2 while the plan is made: blocks share out the choices, and neighbours a choice's expert.
+template <class Config>
+__device__ __forceinline__ void mono_prefetch(const MonoParams& p) {
+  const uint32_t pairs = p.num_tokens * p.top_k, pair = blockIdx.x % pairs, share = blockIdx.x / pairs;
+  const uint32_t e =
+      uint32_t(p.topk_ids[pair / p.top_k * p.ids_stride + pair % p.top_k]) - uint32_t(p.expert_offset);
+  const int64_t size = int64_t(2) * p.intermediate_size * p.hidden_size * MonoShape<Config>::kBytes;
+  const int64_t begin = int64_t(share) * p.prefetch_bytes;
+  if (e < uint32_t(p.num_experts) && begin < size)
+    prefetch_l2(static_cast<const uint8_t*>(p.w13) + e * size + begin,
+                uint32_t(min(int64_t(p.prefetch_bytes), size - begin)));
+}
+
 template <class Config>
 __global__ void __launch_bounds__(MonoShape<Config>::kThreads, 1)
     mono_kernel(const __grid_constant__ MonoParams p, const __grid_constant__ CUtensorMap w13,
@@ -82,7 +96,10 @@ __global__ void __launch_bounds__(MonoShape<Config>::kThreads, 1)
   pdl::wait();
   pdl::trigger();
   uint32_t ticket = 0;
-  if (draws) ticket = global::take_ticket(p.counters);
+  if (draws) {
+    ticket = global::take_ticket(p.counters);
+    if (p.prefetch_bytes > 0) mono_prefetch<Config>(p);
+  }
   block.num_tiles = plan.find_tiles();
   __syncthreads();
   if (warp == Shape::kCopiesWeights) {
@@ -127,6 +144,7 @@ struct FusedMoeMonoParams {
   int64_t shared_stride;
   int64_t out_stride;
   int64_t blocks;
+  int64_t prefetch_bytes;
   int64_t at_x;        // e4m3 [num_tokens][hidden_size]
   int64_t at_x_scale;  // fp32 [num_tokens][groups]
   int64_t at_hidden;
@@ -169,6 +187,8 @@ struct FusedMoeMono {
     m.x_scale = kOwnScales ? reinterpret_cast<const float*>(p.workspace + p.at_x_scale) : p.x_scale;
     m.x_scale_token_stride = p.x_scale_token_stride;
     m.x_scale_group_stride = p.x_scale_group_stride;
+    m.w13 = p.w13;
+    m.prefetch_bytes = int(p.prefetch_bytes);
     m.w13_scale = p.w13_scale;
     m.w2_scale = p.w2_scale;
     m.topk_ids = p.topk_ids;

@@ -10,6 +10,7 @@ namespace hpcjit::moe {
 struct MonoParams {
   const void* x;
   const float* x_scale;  // FP8: [token][group of K], strides below
+  const void* w13;
   const float* w13_scale;
   const float* w2_scale;
   const int32_t* topk_ids;
@@ -21,7 +22,7 @@ struct MonoParams {
       counters;  // ticket, blocks that have ended, then for each tile items that have written hidden rows
   int64_t x_stride, x_scale_token_stride, x_scale_group_stride, ids_stride, weights_stride, shared_stride,
       out_stride;
-  int num_tokens, top_k, num_experts, expert_offset, hidden_size, intermediate_size;
+  int num_tokens, top_k, num_experts, expert_offset, hidden_size, intermediate_size, prefetch_bytes;
 };
 
 // Rows of an expert's result, at most Shape::kRows.

@@ -15,6 +15,8 @@ MAX_PAIRS = 1024
 FEATURES = 16  # of a gate-up item; those of a row's hidden activation that share a scale
 _WARPS = 8  # that compute
 _SMEM = 227 * 1024
+_PREFETCH = 64 << 10  # bytes that a block fetches to L2 while it makes the plan,
+_PREFETCHED = 32 << 20  # where all that is needed stays there until it is
 _MIN_STAGES = {1: 3, 2: 4}  # of the ring, by groups
 _PART = 256  # bytes of K of a down slot
 _EXPERTS_STEP = 32  # a config serves so many numbers of experts
@@ -49,7 +51,8 @@ FUSED_MOE_MONO = Template(
         *("workspace", "counters"),
         *("num_tokens", "top_k", "num_experts", "expert_offset", "hidden_size", "intermediate_size"),
         *("x_stride", "x_scale_token_stride", "x_scale_group_stride"),
-        *("ids_stride", "weights_stride", "shared_stride", "out_stride", "blocks"),
+        *("ids_stride", "weights_stride", "shared_stride", "out_stride"),
+        *("blocks", "prefetch_bytes"),
         *("at_x", "at_x_scale", "at_hidden"),
     ),
 )
@@ -131,6 +134,12 @@ def _workspace(a: FusedMoeArgs) -> Workspace:
     return space
 
 
+def _chosen_bytes(a: FusedMoeArgs) -> int:
+    """The most that the gate and up weights of the chosen experts can have."""
+    experts = min(a.topk_ids.numel(), a.num_experts)
+    return experts * 2 * a.intermediate_size * a.x.shape[1] * a.w13.element_size()
+
+
 def plan(op: str, a: FusedMoeArgs) -> Plan | None:
     config = _config(op, a) if takes(a) else None
     if config is None:
@@ -153,6 +162,7 @@ def plan(op: str, a: FusedMoeArgs) -> Plan | None:
         "shared_stride": 0 if a.shared_output is None else row_stride(a.shared_output),
         "out_stride": row_stride(a.out),
         "blocks": tune.sm_count(a.x.device),
+        "prefetch_bytes": _PREFETCH if _chosen_bytes(a) <= _PREFETCHED else 0,
         **space.offsets,
     }
     for name in ("x_scale", "w13_scale", "w2_scale", "shared_output"):

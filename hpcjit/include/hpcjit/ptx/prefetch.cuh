@@ -2,11 +2,17 @@
 // memory that a predecessor is still writing: L2 is where its stores land. So it may stand before
 // pdl::wait().
 #pragma once
+#include <stdint.h>
 
 namespace hpcjit {
 
 __device__ __forceinline__ void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
+// So many bytes, a multiple of 16 at a multiple of 16, by one request (SM 9.0).
+__device__ __forceinline__ void prefetch_l2(const void* p, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
 }
 
 // Into L1, where nothing keeps a line fresh: only of what is final, so never before pdl::wait().
