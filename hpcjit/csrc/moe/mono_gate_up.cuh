@@ -56,7 +56,6 @@ class MonoGateUp {
  public:
   __device__ MonoGateUp(const MonoBlock<Config>& block, int warp, int lane)
       : b_(block),
-        all_(warp),
         group_(warp / Shape::kComputing),
         warp_(warp % Shape::kComputing),
         lane_(lane),
@@ -64,10 +63,12 @@ class MonoGateUp {
 
   __device__ __forceinline__ void run(uint32_t index, Ring& ring) {
     const Item item(b_, index);
+    // Of the stages of K, not of the warp: which group has the first may depend on what the block had before.
+    const int place = (group_ ^ turn_) * Shape::kComputing + warp_;
     Sums value = {};
     accumulate(item, ring, value);
     mbarrier::wait(buffers_.empty(), buffers_.parity ^ 1);
-    float4* sums = b_.template at<float4>(0) + (buffers_.stage * kWarps + all_) * Shape::kSumVecs + lane_;
+    float4* sums = b_.template at<float4>(0) + (buffers_.stage * kWarps + place) * Shape::kSumVecs + lane_;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -119,7 +120,7 @@ class MonoGateUp {
     int k = group_ ^ turn_;  // the group's first stage
     ring.advance(uint32_t(min(k, stages)));
     for (; k < stages; k += Shape::kGroups) {
-      const int chunk = k * Shape::kChunks + warp_;
+      const int chunk = b_.gate_up_stage(item.feature, k) * Shape::kChunks + warp_;
       ChunkScale scale;
       scale.load(item, min(chunk, chunks - 1), lane_);
       mbarrier::wait(ring.full(), ring.parity);
@@ -195,9 +196,9 @@ class MonoGateUp {
   }
 
   const MonoBlock<Config>& b_;
-  int all_, group_, warp_, lane_;  // number of the warp; its group, and its number there
-  int turn_ = 0;                   // which group has the first stage of an item
-  MonoRing<2> buffers_;            // of sums
+  int group_, warp_, lane_;  // the warp's number is that in its group
+  int turn_ = 0;             // which group has the first stage of an item
+  MonoRing<2> buffers_;      // of sums
 };
 
 // A warp that finishes: every kFinishing-th item, whose sums it adds, to which it applies the activation, and whose hidden rows it

@@ -58,7 +58,8 @@ class MonoWeights {
 #pragma unroll
       for (int box = 0; box < 2; ++box)
         tma::load(stage + box * Shape::kGateUpBox, &w13_, 0,
-                  (2 * expert + box) * b_.p.intermediate_size + feature, k * Shape::kChunks, ring_.full());
+                  (2 * expert + box) * b_.p.intermediate_size + feature,
+                  b_.gate_up_stage(feature, k) * Shape::kChunks, ring_.full());
       ring_.advance();
     }
   }
@@ -119,10 +120,11 @@ class MonoRows {
 
   __device__ void copy_gate_up(uint32_t item) {
     const MonoTile tile = b_.tile(item / b_.features());
-    const int chunks = b_.gate_up_chunks();
-    for (int k = 0; k < chunks; k += Shape::kChunks) {
-      const int bytes = min(chunks - k, Shape::kChunks) * Shape::kChunk;
-      copy_rows(tile, k * Shape::kChunk, bytes, claim());
+    const int feature = int(item % b_.features()) * Shape::kFeatures;
+    for (int k = 0; k < b_.gate_up_stages(); ++k) {
+      const int chunk = b_.gate_up_stage(feature, k) * Shape::kChunks;
+      const int bytes = min(b_.gate_up_chunks() - chunk, Shape::kChunks) * Shape::kChunk;
+      copy_rows(tile, chunk * Shape::kChunk, bytes, claim());
       copy::arrive_after(ring_.full());
       ring_.advance();
     }

@@ -132,6 +132,11 @@ struct MonoBlock {
   }
   __device__ int gate_up_chunks() const { return p.hidden_size / Shape::kChunkK; }
   __device__ int gate_up_stages() const { return (gate_up_chunks() + Shape::kChunks - 1) / Shape::kChunks; }
+  // Which stage of K an item has as its k-th: neighbours begin with different ones, or all SMs would ask for the same place of
+  // every row at a time, where rows of 2^n bytes keep few channels of memory busy.
+  __device__ int gate_up_stage(int feature, int k) const {
+    return (feature / Shape::kFeatures + k) % gate_up_stages();
+  }
   __device__ uint8_t* hidden_row(uint32_t part, uint32_t row) const {
     return p.hidden + (int64_t(part) * p.num_tokens * p.top_k + row) * Shape::kHiddenRow;
   }
