@@ -278,16 +278,6 @@ class TestPlan:
         element_bytes = 4 if plan.config.partial_t == "fp32" else 2
         assert plan.values["at_rows"] + 300 * 4 * 512 * element_bytes <= plan.workspace_bytes
 
-    @pytest.mark.parametrize("hidden_size", [16, 128, 400, 4096, 7168, 65536])
-    @pytest.mark.parametrize("pairs", [1, 3000, 16384, 10**6])
-    def test_chunks(self, pairs: int, hidden_size: int):
-        """All columns are in one; what overwrites a slot comes behind the sums that read it."""
-        for element_bytes in (2, 4):
-            parts = _fused_moe_plan.chunks(pairs, hidden_size, element_bytes)
-            assert parts.features * (parts.number - 1) * 128 < hidden_size <= parts.features * parts.number * 128
-            assert 1 <= parts.lag <= parts.number
-            assert parts.slots == parts.number or parts.lag < parts.slots
-
     @pytest.mark.slow
     @pytest.mark.parametrize("tokens", [1, 100, 300, 900])
     @every_mode

@@ -2,16 +2,16 @@
 //
 //   quantise  x to FP8 (kQuantise)                                                   fused_moe_rows.cuh
 //   plan      pairs sorted by expert, tiles of rows of one expert                    plan.cuh, one or two launches
-//   experts   hidden[r] = act(gate) * up, rows gathered from x                       fused_moe_kernel.cuh
-//             row[r] = hidden[r] * w2^T
-//             out[t] = sum of weight * row over the token's pairs, + shared_output
+//   gate-up   hidden[r] = act(gate) * up, rows gathered from x                       grouped.cuh
+//   down      row[r] = hidden[r] * w2^T                                              grouped.cuh
+//   combine   out[t] = sum of weight * row over the token's pairs, + shared_output   fused_moe_rows.cuh
 //
 // Each waits for the one before it (pdl::wait), which had waited for its own predecessor, so all earlier results are there
 // as well. Nothing is read by the host: grids depend on shapes alone. All that passes from one to the next lies in the
-// workspace, at the offsets `at_...`; none of it needs to be cleared. Counters are zero before and after.
+// workspace, at the offsets `at_...`; none of it needs to be cleared.
 #pragma once
-#include "moe/fused_moe_kernel.cuh"
 #include "moe/fused_moe_rows.cuh"
+#include "moe/grouped.cuh"
 #include "moe/plan.cuh"
 
 namespace hpcjit::moe {
@@ -31,7 +31,6 @@ struct FusedMoeParams {
   const void* shared_output;
   void* out;
   uint8_t* workspace;
-  uint32_t* counters;
   int64_t num_tokens;
   int64_t top_k;
   int64_t num_experts;
@@ -46,10 +45,8 @@ struct FusedMoeParams {
   int64_t shared_stride;
   int64_t out_stride;
   int64_t plan_blocks;
-  int64_t blocks;
-  int64_t chunk;  // these three: grouped_queue.cuh
-  int64_t lag;
-  int64_t slots;
+  int64_t gate_up_blocks;
+  int64_t down_blocks;
   int64_t at_counts;        // int32, of plan_blocks
   int64_t at_sorted;        // int32 [pairs]
   int64_t at_position;      // int32 [pairs]
@@ -58,7 +55,7 @@ struct FusedMoeParams {
   int64_t at_x_scale;       // fp32 [num_tokens][groups]
   int64_t at_hidden;        // [pairs][intermediate_size]
   int64_t at_hidden_scale;  // fp32 [pairs][groups of 64]
-  int64_t at_rows;          // [slots][chunk][pairs][128]
+  int64_t at_rows;          // [pairs][hidden_size]
 };
 
 template <class Config>
@@ -74,8 +71,9 @@ struct FusedMoe {
     if (Config::kQuantise != 0 && status == cudaSuccess)
       status = cudaFuncGetAttributes(&attributes, quantise_kernel<Config::kQuantise>);
     if (status != cudaSuccess) return status;
-    return cudaFuncSetAttribute(fused_moe_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                Shape::kSmem);
+    status = cudaFuncGetAttributes(&attributes, combine_kernel<Config>);
+    if (status == cudaSuccess) status = GroupedLaunch<Config, true>::prepare();
+    return status == cudaSuccess ? GroupedLaunch<Config, false>::prepare() : status;
   }
 
   template <class T>
@@ -146,6 +144,12 @@ struct FusedMoe {
     g.out_stride = p.intermediate_size;
     g.out_scale = at<float>(p, p.at_hidden_scale);
     g.out_scale_stride = g.feature_tiles;
+    g.topk_ids = p.topk_ids;
+    g.ids_stride = p.ids_stride;
+    g.num_pairs = int(p.num_tokens * p.top_k);
+    g.expert_offset = int(p.expert_offset);
+    if (g.num_pairs <= kGuessedPairs)
+      g.guessed_columns = int(kGuessedBytes / (p.gate_up_blocks * kWeightBytes)) * Shape::kStageK;
     return g;
   }
 
@@ -161,11 +165,14 @@ struct FusedMoe {
     g.depth = int(p.intermediate_size);
     g.features = int(p.hidden_size);
     g.feature_tiles = int(ceil_div(p.hidden_size, kWeightRows));
+    g.out = at<void>(p, p.at_rows);
+    g.out_stride = p.hidden_size;
+    g.guessed_columns = Shape::kStages * Shape::kStageK;
     return g;
   }
 
-  static SumParams sum(const Params& p) {
-    SumParams c = {};
+  static cudaError_t combine(const Params& p, cudaStream_t stream) {
+    CombineParams c = {};
     c.rows = at<void>(p, p.at_rows);
     c.position = at<int32_t>(p, p.at_position);
     c.weights = p.topk_weights;
@@ -174,47 +181,21 @@ struct FusedMoe {
     c.weights_stride = p.weights_stride;
     c.shared_stride = p.shared_stride;
     c.out_stride = p.out_stride;
-    c.num_tokens = int(p.num_tokens);
-    c.num_rows = int(p.num_tokens * p.top_k);
     c.hidden_size = int(p.hidden_size);
     c.top_k = int(p.top_k);
-    return c;
-  }
-
-  static cudaError_t experts(const Params& p, cudaStream_t stream) {
-    FusedKernelParams k = {};
-    k.gate_up = gate_up(p);
-    k.down = down(p);
-    k.sum = sum(p);
-    k.topk_ids = p.topk_ids;
-    k.ids_stride = p.ids_stride;
-    k.num_pairs = k.sum.num_rows;
-    k.expert_offset = int(p.expert_offset);
-    if (k.num_pairs <= kGuessedPairs)
-      k.guessed_columns = int(kGuessedBytes / (p.blocks * kWeightBytes)) * Shape::kStageK;
-    const int chunks = int(ceil_div(k.down.feature_tiles, p.chunk));
-    k.queue = {p.counters,
-               int(p.chunk),
-               chunks,
-               int(p.lag),
-               int(p.slots),
-               int(ceil_div(p.num_tokens, kTokensOfSum)),
-               k.gate_up.feature_tiles,
-               k.down.feature_tiles};
-    CUtensorMap w13, w2;
-    cudaError_t status =
-        encode_weights<Config, true>(w13, p.w13, p.num_experts, p.intermediate_size, p.hidden_size);
-    if (status == cudaSuccess)
-      status = encode_weights<Config, false>(w2, p.w2, p.num_experts, p.hidden_size, p.intermediate_size);
-    if (status != cudaSuccess) return status;
-    const LaunchShape shape = {p.blocks, Shape::kThreads, Shape::kSmem, Config::kPdl};
-    return hpcjit::launch(fused_moe_kernel<Config>, shape, stream, k, w13, w2);
+    const int64_t blocks = p.num_tokens * ceil_div(p.hidden_size, kRowThreads * kVec);
+    return hpcjit::launch(combine_kernel<Config>, {blocks, kRowThreads, 0, Config::kPdl}, stream, c);
   }
 
   static cudaError_t launch(const Params& p, cudaStream_t stream) {
     cudaError_t status = quantise(p, stream);
     if (status == cudaSuccess) status = plan(p, stream);
-    return status == cudaSuccess ? experts(p, stream) : status;
+    if (status != cudaSuccess) return status;
+    const GroupedParams first = gate_up(p), second = down(p);
+    status = GroupedLaunch<Config, true>::launch(first, p.w13, 0, p.gate_up_blocks, stream);
+    if (status == cudaSuccess)
+      status = GroupedLaunch<Config, false>::launch(second, p.w2, first.num_pairs, p.down_blocks, stream);
+    return status == cudaSuccess ? combine(p, stream) : status;
   }
 };
 

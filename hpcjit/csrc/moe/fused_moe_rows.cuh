@@ -1,8 +1,10 @@
-// Activations to FP8 before the products of the fused MoE:
+// The ends of the fused MoE: activations to FP8 before the products, and the weighted sum of a token's rows after them.
 //
-//   x8[t, i] = e4m3(x[t, i] / s), s = max(max|x|, 1e-10) / 448 over the row or its group of 128, or given
+//   quantise: x8[t, i] = e4m3(x[t, i] / s), s = max(max|x|, 1e-10) / 448 over the row or its group of 128, or given
+//   combine:  out[t] = sum over k of weight[t, k] * row[position[t, k]] + shared[t], in the order of k, in fp32;
+//             a pair without a row (position -1) is not read
 //
-// A block has a token; a thread has kVec neighbouring columns at a time.
+// A block has a token, or a piece of one; a thread has kVec neighbouring columns at a time.
 #pragma once
 #include "hpcjit/launch.cuh"
 #include "hpcjit/math/reduce.cuh"
@@ -64,6 +66,63 @@ __global__ void __launch_bounds__(kRowThreads) quantise_kernel(const __grid_cons
     }
     if (v < vecs) quantization::store_e4m3<kVec, Cache::kDefault>(out + v * kVec, y, 1.f / scale);
   }
+}
+
+struct CombineParams {
+  const void* rows;         // [rows][hidden_size] of row_t
+  const int32_t* position;  // [num_tokens][top_k]
+  const float* weights;
+  const bf16* shared;
+  bf16* out;
+  int64_t weights_stride, shared_stride, out_stride;
+  int hidden_size, top_k;
+};
+
+template <class Config>
+__global__ void __launch_bounds__(kRowThreads) combine_kernel(const __grid_constant__ CombineParams p) {
+  using row_t = typename Config::partial_t;
+  constexpr int kBatch = 8;
+  pdl::trigger();
+  const int pieces = (p.hidden_size + kRowThreads * kVec - 1) / (kRowThreads * kVec);
+  const int64_t token = blockIdx.x / unsigned(pieces);
+  const int64_t column = int64_t(blockIdx.x % unsigned(pieces) * kRowThreads + threadIdx.x) * kVec;
+  pdl::wait();
+  if (column >= p.hidden_size) return;
+  const row_t* rows = static_cast<const row_t*>(p.rows) + column;
+  const int32_t* position = p.position + token * p.top_k;
+  const float* weights = p.weights + token * p.weights_stride;
+
+  float total[kVec] = {};
+#pragma unroll 1
+  for (int first = 0; first < p.top_k; first += kBatch) {
+    Vec<row_t, kVec> raw[kBatch];
+    int row[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) row[j] = first + j < p.top_k ? position[first + j] : -1;
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j)
+      if (row[j] >= 0) raw[j].load(rows + int64_t(row[j]) * p.hidden_size);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (row[j] < 0) continue;
+      const float weight = Config::kWeightsOnInput ? 1.f : weights[first + j];
+      float value[kVec];
+      raw[j].to(value);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) total[i] += weight * value[i];
+    }
+  }
+  if constexpr (Config::kHasShared) {
+    Vec<bf16, kVec> raw;
+    float value[kVec];
+    raw.load(p.shared + token * p.shared_stride + column);
+    raw.to(value);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) total[i] += value[i];
+  }
+  Vec<bf16, kVec> result;
+  result.from(total);
+  result.store(p.out + token * p.out_stride + column);
 }
 
 }  // namespace hpcjit::moe

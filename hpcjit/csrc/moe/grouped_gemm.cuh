@@ -12,6 +12,7 @@ struct GroupedGemmParams {
   const uint4* tiles;
   const int32_t* num_tiles;
   void* out;
+  int64_t num_rows;
   int64_t num_experts;
   int64_t depth;
   int64_t features;
@@ -25,7 +26,7 @@ struct GroupedGemmParams {
 template <class Config>
 struct GroupedGemm {
   using Params = GroupedGemmParams;
-  using Launch = GroupedLaunch<Config>;
+  using Launch = GroupedLaunch<Config, false>;
 
   static cudaError_t prepare() { return Launch::prepare(); }
 
@@ -46,7 +47,7 @@ struct GroupedGemm {
     g.feature_tiles = int(ceil_div(p.features, kWeightRows));
     g.out = p.out;
     g.out_stride = p.out_stride;
-    return Launch::launch(g, p.weight, p.blocks, stream);
+    return Launch::launch(g, p.weight, p.num_rows, p.blocks, stream);
   }
 };
 

@@ -1,11 +1,12 @@
 // The warpgroup of the grouped product that copies; see grouped.cuh.
 //
-// Weights come by TMA, asked for by one thread. Rows come by 16-byte copies of all threads, eight to a row, each placed
-// where TMA's 128-byte swizzle would put it; scales by 4-byte ones. A thread's own copies are seen by the tensor cores
-// after it has waited for them and fenced; so a stage is announced kLag stages later, by a lane for its warp, or when
-// `flush` is called, which must precede any wait for what other warps do with the stages. Rows past the end of a tile are
-// not copied: what the ring holds there, NaN too, meets only columns that nobody writes.
+// Weights, and rows that lie behind each other, come by TMA, asked for by one thread. Gathered rows (kGateUp) come by 16-byte
+// copies of all threads, eight to a row, each placed where TMA's 128-byte swizzle would put it; scales by 4-byte ones. These
+// copies arrive at the stage's barrier by themselves, so nobody waits for them here, and those who multiply what they have
+// written fence it for the tensor cores. Rows past the end of a tile: what the ring holds there, NaN too, meets only columns
+// that nobody writes.
 #pragma once
+#include "hpcjit/ptx/global.cuh"
 #include "hpcjit/ptx/mbarrier.cuh"
 #include "moe/grouped_map.cuh"
 
@@ -16,47 +17,41 @@ class GroupedLoader {
   using Shape = GroupedShape<Config>;
   using weight_t = typename Config::weight_t;
   static constexpr int kRowsOfThread = Shape::kTokens / 16;
-  static constexpr int kScalesOfThread = (Shape::kTokens + 127) / 128;
 
  public:
   using Ring = GroupedRing<Shape::kStages>;
 
   __device__ explicit GroupedLoader(const Ring& ring)
-      : ring_(ring), announced_(ring), thread_(threadIdx.x - Shape::kComputing) {}
+      : ring_(ring), thread_(threadIdx.x - Shape::kComputing) {}
 
-  // All stages of an item. `rows_ready` is called once, before the rows are read, and may call `flush`.
-  template <bool kGateUp, class Ready>
-  __device__ __forceinline__ void load(const GroupedParams& p, const CUtensorMap& map,
-                                       const GroupedItem& item, const Ready& rows_ready) {
+  // All stages of an item.
+  template <bool kGateUp>
+  __device__ __forceinline__ void load(const GroupedParams& p, const CUtensorMap& weights,
+                                       const CUtensorMap& rows, const GroupedItem& item) {
     const int stages = (p.depth + Shape::kStageK - 1) / Shape::kStageK;
+    const int boxes = kGateUp ? 0 : (item.rows + Shape::kRowBox - 1) / Shape::kRowBox;
     find_rows<kGateUp>(p, item);
 #pragma unroll 1
     for (int k = 0; k < stages; ++k) {
       mbarrier::wait(ring_.empty(), ring_.parity ^ 1);
+      const uint32_t stage = ring_.data + ring_.stage * Shape::kStageBytes;
       if (thread_ == 0) {
-        mbarrier::arrive_expecting(ring_.full(), kWeightBytes);
-        load_weights<kGateUp>(ring_.data + ring_.stage * Shape::kStageBytes, map, k * Shape::kStageK,
-                              item.expert, item.feature_tile, p.features, ring_.full());
+        mbarrier::arrive_expecting(ring_.full(), kWeightBytes + boxes * Shape::kRowBox * kRowBytes);
+        load_weights<kGateUp>(stage, weights, k * Shape::kStageK, item.expert, item.feature_tile, p.features,
+                              ring_.full());
       }
-      if (k == 0) rows_ready();
-      copy_rows(p, item, k);
+      if constexpr (kGateUp) {
+        copy_rows(p, item, k);
+      } else if (thread_ == 0) {
+        for (int box = 0; box < boxes; ++box)
+          tma::load(stage + kWeightBytes + box * Shape::kRowBox * kRowBytes, &rows, k * Shape::kStageK,
+                    item.first + box * Shape::kRowBox, ring_.full());
+      }
       if constexpr (Shape::kScaled)
         if (Shape::by_group(kGateUp) || k == stages - 1) copy_scales<kGateUp>(p, item, k);
-      copy::commit();
-      if (under_way_ == Shape::kLag) {
-        copy::wait<Shape::kLag>();
-        announce();
-      } else {
-        ++under_way_;
-      }
+      mbarrier::arrive_after_copies(ring_.full());
       ring_.advance();
     }
-  }
-
-  __device__ void flush() {
-    if (under_way_ == 0) return;
-    copy::wait<0>();
-    for (; under_way_ > 0; --under_way_) announce();
   }
 
  private:
@@ -64,26 +59,24 @@ class GroupedLoader {
   template <bool kGateUp>
   __device__ static int source_row(const GroupedParams& p, const GroupedItem& item, int r) {
     if constexpr (kGateUp)
-      return p.sorted[item.first + r] / p.top_k;
+      return p.sorted[item.first + r] / unsigned(p.top_k);
     else
       return item.first + r;
   }
 
   template <bool kGateUp>
   __device__ void find_rows(const GroupedParams& p, const GroupedItem& item) {
-    const uint32_t stride = uint32_t(p.row_stride * int(sizeof(weight_t)) / 16);
+    if constexpr (kGateUp) {
+      const uint32_t stride = uint32_t(p.row_stride * int(sizeof(weight_t)) / 16);
 #pragma unroll
-    for (int j = 0; j < kRowsOfThread; ++j) {
-      const int r = thread_ / 8 + 16 * j;
-      if (r < item.rows) row_[j] = uint32_t(source_row<kGateUp>(p, item, r)) * stride;
-    }
-    if constexpr (Shape::kScaled) {
-#pragma unroll
-      for (int j = 0; j < kScalesOfThread; ++j) {
-        const int r = thread_ + 128 * j;
-        if (r < item.rows) scale_[j] = p.row_scale + source_row<kGateUp>(p, item, r) * p.scale_row_stride;
+      for (int j = 0; j < kRowsOfThread; ++j) {
+        const int r = thread_ / 8 + 16 * j;
+        if (r < item.rows) row_[j] = uint32_t(source_row<kGateUp>(p, item, r)) * stride;
       }
     }
+    if constexpr (Shape::kScaled)
+      if (thread_ < item.rows)
+        scale_ = p.row_scale + source_row<kGateUp>(p, item, thread_) * p.scale_row_stride;
   }
 
   __device__ __forceinline__ void copy_rows(const GroupedParams& p, const GroupedItem& item, int k) {
@@ -99,20 +92,18 @@ class GroupedLoader {
       if (r + 16 * j < item.rows) copy::async_16(target + j * 16 * kRowBytes, source + row_[j], live);
   }
 
+  // Of groups past the end they are zero.
   template <bool kGateUp>
   __device__ __forceinline__ void copy_scales(const GroupedParams& p, const GroupedItem& item, int k) {
     constexpr int kParts = Shape::parts(kGateUp);
     const uint32_t target = ring_.data + Shape::kScales + ring_.stage * Shape::kScaleFloats * 4;
-#pragma unroll
-    for (int j = 0; j < kScalesOfThread; ++j) {
-      const int r = thread_ + 128 * j;
-      if (r >= item.rows) continue;
+    if (thread_ < item.rows) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         const int group = k * kParts + part;
         const bool live = group < p.scale_groups;
-        copy::async_4(target + (part * Shape::kTokens + r) * 4,
-                      scale_[j] + (live ? group : 0) * p.scale_group_stride, live);
+        copy::async_4(target + (part * Shape::kTokens + thread_) * 4,
+                      scale_ + (live ? group : 0) * p.scale_group_stride, live);
       }
     }
     if constexpr (Config::kQuant == kQuantBlock)
@@ -131,18 +122,10 @@ class GroupedLoader {
     return p.weight_scale + (int64_t(item.expert) * blocks + item.feature_tile) * along;
   }
 
-  // This thread's copies of the oldest stage are done.
-  __device__ void announce() {
-    copy::fence_async();
-    __syncwarp();
-    if (thread_ % 32 == 0) mbarrier::arrive(announced_.full());
-    announced_.advance();
-  }
-
-  Ring ring_, announced_;
-  int thread_, under_way_ = 0;
+  Ring ring_;
+  int thread_;
   uint32_t row_[kRowsOfThread];  // in units of 16 bytes
-  const float* scale_[kScalesOfThread] = {};
+  const float* scale_ = nullptr;
 };
 
 }  // namespace hpcjit::moe

@@ -34,6 +34,17 @@ inline cudaError_t encode_weights(CUtensorMap& map, const void* weights, int64_t
   }
 }
 
+// Rows that a tile reads as they lie: boxes of kRowBox rows and 128 bytes of K.
+template <class Config>
+inline cudaError_t encode_rows(CUtensorMap& map, const void* rows, int64_t num_rows, int64_t depth,
+                               int64_t stride) {
+  constexpr bool kFp8 = Config::kQuant != kQuantNone;
+  constexpr int kBytes = kFp8 ? 1 : 2;
+  constexpr auto kType = kFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return encode_tensor_map<kType, kBytes>(map, {rows, num_rows, depth, stride * kBytes},
+                                          GroupedShape<Config>::kRowBox, kRowBytes / kBytes);
+}
+
 // The box of an item from column k on.
 template <bool kGateUp>
 __device__ __forceinline__ void load_weights(uint32_t target, const CUtensorMap& map, int k, int expert,

@@ -30,11 +30,14 @@ struct GroupedParams {
   int scale_groups;   // of a row
   int features;       // of the result
   int feature_tiles;  // items of a tile
+  // For the guess which weights a block will need first, and columns of them that are fetched on it.
+  const int32_t* topk_ids;
+  int64_t ids_stride;
+  int num_pairs, expert_offset, guessed_columns;
 };
 
 struct GroupedItem {
   int expert, first, rows, feature_tile;
-  int kind, tile, chunk, ready;  // of fused_moe: grouped_queue.cuh
 };
 
 // An item is up to kTokens rows of one expert and 128 rows of its weights: kGateUp, 64 of gate and 64 of up.
@@ -44,8 +47,7 @@ struct GroupedShape {
   using partial_t = typename Config::partial_t;
   static constexpr bool kScaled = Config::kQuant != kQuantNone;
   static constexpr int kTokens = Config::kTokens;
-  static constexpr int kColumns = kTokens <= 128 ? kTokens : kTokens / 2;  // of a product: tokens
-  static constexpr int kPasses = kTokens / kColumns;
+  static constexpr int kRowBox = kTokens < 32 ? kTokens : 32;
   static constexpr int kComputing = 256, kThreads = kComputing + 128;
   static constexpr int kStageK = kRowBytes / int(sizeof(weight_t));
   // Scales of a row in a stage: of gate-up's rows, and of down's.
@@ -60,29 +62,22 @@ struct GroupedShape {
   static constexpr int kScaleFloats =
       kScaled ? parts(false) * kTokens + 4 : 0;  // of the rows, and of weights
   static constexpr int kHiddenPitch = kHidden * int(sizeof(weight_t)) + 16;
-  static constexpr int kHiddenBytes = kColumns * kHiddenPitch;
-  static constexpr int kMaxima = 9 * kColumns * 4;  // of each warp; inverse scales
-  static constexpr int kPartialBytes = kColumns * 64 * int(sizeof(partial_t));  // of a warpgroup
+  static constexpr int kHiddenBytes = kTokens * kHiddenPitch;
+  static constexpr int kMaxima = 9 * kTokens * 4;                              // of each warp; inverse scales
+  static constexpr int kPartialBytes = kTokens * 64 * int(sizeof(partial_t));  // of a warpgroup
   static constexpr int kStaged = max(kHiddenBytes + kMaxima, 2 * kPartialBytes);
-  static constexpr int kItems = 8;  // announced at a time
-  static constexpr int kItemBytes = kItems * (int(sizeof(GroupedItem)) + 16);
   static constexpr int kPerStage = kStageBytes + kScaleFloats * 4 + 16;
-  static constexpr int kBudget = (Config::kBlocksPerSm == 1 ? 227 : 113) * 1024 - 1024;  // and for alignment
-  static constexpr int kFit = (kBudget - kStaged - kItemBytes - 16) / kPerStage;
+  static constexpr int kBudget = 227 * 1024 - 1024;  // and for alignment
+  static constexpr int kFit = (kBudget - kStaged) / kPerStage;
   static constexpr int kStages = kFit < 12 ? kFit : 12;
-  static constexpr int kLag = kStages > 5 ? 4 : kStages - 2;  // stages whose rows are under way
   static constexpr int kStagedAt = kStages * kStageBytes;
   static constexpr int kScales = kStagedAt + kStaged;
-  static constexpr int kItemsAt = kScales + kStages * kScaleFloats * 4;
-  static constexpr int kItemBarriers = kItemsAt + kItems * int(sizeof(GroupedItem));
-  static constexpr int kBarriers = kItemBarriers + kItems * 16;
-  static constexpr int kStateAt = kBarriers + kStages * 16;  // of fused_moe's warpgroups
-  static constexpr int kSmem = kStateAt + 16 + 1024;
+  static constexpr int kBarriers = kScales + kStages * kScaleFloats * 4;
+  static constexpr int kSmem = kBarriers + kStages * 16 + 1024;
   // Registers of a thread where those that compute need more than they were launched with.
   static constexpr bool kRaises = kTokens > 64;
   static constexpr int kCopying = 56, kRaised = 224;
-  static_assert(kStages >= 3 && kTokens % kColumns == 0 && kTokens % 16 == 0);
-  static_assert(!kRaises || kCopying + 2 * kRaised <= 512);
+  static_assert(kStages >= 3 && kTokens <= 128 && kTokens % 16 == 0);
 };
 
 // Where a thread is in a ring of kStages, whose barriers (full, empty) follow each other.
@@ -102,8 +97,7 @@ struct GroupedRing {
   }
 };
 
-// The items of a block where nothing but the product is asked for: tile by tile, all features of a tile before the next.
-// A tile is read an item ahead.
+// The items of a block: tile by tile, all features of a tile before the next. A tile is read an item ahead.
 class GroupedWalk {
  public:
   __device__ explicit GroupedWalk(const GroupedParams& p)

@@ -1,8 +1,8 @@
 // What becomes of the sums of the grouped product; see grouped.cuh. A thread's columns are tokens, its rows features.
 #pragma once
 #include "hpcjit/math/activation.cuh"
-#include "hpcjit/ptx/bulk_store.cuh"
 #include "hpcjit/ptx/named_barrier.cuh"
+#include "hpcjit/ptx/store_matrix.cuh"
 #include "moe/grouped_sums.cuh"
 
 namespace hpcjit::moe {
@@ -19,77 +19,86 @@ struct GroupedPlace {
   __device__ int column(int i) const { return 8 * (i / 4) + 2 * (lane % 4) + (i & 1); }
 };
 
-// FP8 without blocks: the scales of the thread's two rows of weights.
-template <class Config, bool kGateUp, int kPasses, int n>
-__device__ __forceinline__ void scale_features(const GroupedParams& p, const GroupedItem& item,
-                                               const GroupedPlace<kGateUp>& place,
-                                               float (&value)[kPasses][n]) {
-  if constexpr (Config::kQuant == kQuantTensor || Config::kQuant == kQuantChannel) {
-    float scale[2];
+// FP8 without blocks: the scales of the thread's two rows of weights, asked for before they are needed.
+template <class Config, bool kGateUp>
+class FeatureScales {
+  static constexpr bool kAny = Config::kQuant == kQuantTensor || Config::kQuant == kQuantChannel;
+
+ public:
+  __device__ __forceinline__ FeatureScales(const GroupedParams& p, const GroupedItem& item,
+                                           const GroupedPlace<kGateUp>& place) {
+    if constexpr (kAny) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      int64_t index = item.expert;
-      if constexpr (Config::kQuant == kQuantChannel) {
-        const int feature = item.feature_tile * (kGateUp ? kHidden : kWeightRows) + place.feature(2 * half);
-        index = (kGateUp ? index * 2 + half : index) * p.features + min(feature, p.features - 1);
+      for (int half = 0; half < 2; ++half) {
+        int64_t index = item.expert;
+        if constexpr (Config::kQuant == kQuantChannel) {
+          const int feature = item.feature_tile * (kGateUp ? kHidden : kWeightRows) + place.feature(2 * half);
+          index = (kGateUp ? index * 2 + half : index) * p.features + min(feature, p.features - 1);
+        }
+        scale_[half] = p.weight_scale[index];
       }
-      scale[half] = p.weight_scale[index];
-    }
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-#pragma unroll
-      for (int i = 0; i < n; ++i) value[pass][i] *= scale[i % 4 / 2];
     }
   }
-}
+
+  template <int n>
+  __device__ __forceinline__ void apply(float (&value)[n]) const {
+    if constexpr (kAny) {
+#pragma unroll
+      for (int i = 0; i < n; ++i) value[i] *= scale_[i % 4 / 2];
+    }
+  }
+
+ private:
+  float scale_[2];
+};
 
 // Results of 64 features of a warpgroup to shared memory: [token][64], the 16-byte pieces of each 128 bytes of a row swapped
-// by the row's number `first_row + token`, so that those of eight rows lie in different banks.
+// by the row's number, so that those of eight rows lie in different banks.
 template <class row_t, int n>
-__device__ __forceinline__ void stage_rows(uint8_t* staged, const GroupedPlace<false>& place, int first_row,
+__device__ __forceinline__ void stage_rows(uint8_t* staged, const GroupedPlace<false>& place,
                                            const float (&value)[n]) {
   if constexpr (sizeof(row_t) == 2) {
     const uint32_t base = copy::shared_address(staged);
     const int token = place.lane % 8 + place.lane / 16 * 8, piece = 2 * place.warp + place.lane / 8 % 2;
-    const uint32_t target = base + token * 128 + ((piece ^ ((first_row + token) & 7)) << 4);
+    const uint32_t target = base + token * 128 + ((piece ^ (token & 7)) << 4);
 #pragma unroll
     for (int i = 0; i < n; i += 8) {
       uint32_t packed[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) packed[j] = pack2<row_t>(value[i + 2 * j], value[i + 2 * j + 1]);
-      bulk_store::matrices_transposed(target + i * 2 * 128, packed);
+      store_matrices_transposed(target + i * 2 * 128, packed);
     }
   } else {
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       const int token = place.column(i), feature = place.feature(i) % 64;
-      const int piece = (feature / 4) ^ ((first_row + token) & 7);
+      const int piece = (feature / 4) ^ (token & 7);
       reinterpret_cast<float*>(staged)[token * 64 + piece * 4 + feature % 4] = value[i];
     }
   }
 }
 
-// Rows of the result to where the caller wants them. By all threads of a warpgroup.
+// Rows of the result to where the caller wants them, whole lines at a time. By all threads of a warpgroup.
 template <class Config, int n>
 __device__ __forceinline__ void store_rows(const GroupedParams& p, const GroupedItem& item,
-                                           const GroupedPlace<false>& place, uint8_t* staged, int first_token,
+                                           const GroupedPlace<false>& place, uint8_t* staged,
                                            const float (&value)[n]) {
   using row_t = typename Config::partial_t;
-  static_assert(sizeof(row_t) == 2);
+  constexpr int kOfPiece = 16 / int(sizeof(row_t)), kPieces = 64 / kOfPiece;
   named_barrier::sync<128>(1 + place.group);  // the rows before these have left shared memory
-  stage_rows<row_t>(staged, place, 0, value);
+  stage_rows<row_t>(staged, place, value);
   named_barrier::sync<128>(1 + place.group);
-  const int thread = place.warp * 32 + place.lane, piece = thread % 8;
-  const int feature = item.feature_tile * kWeightRows + place.group * 64 + piece * 8;
-  row_t* out = static_cast<row_t*>(p.out) + int64_t(item.first + first_token) * p.out_stride + feature;
-  const bool whole =
-      feature + 8 <= p.features && (reinterpret_cast<uintptr_t>(p.out) | p.out_stride * 2) % 16 == 0;
-  for (int r = thread / 8; r < n * 2 && first_token + r < item.rows; r += 16) {
-    const uint8_t* source = staged + r * 128 + ((piece ^ (r & 7)) << 4);
+  const int thread = place.warp * 32 + place.lane, piece = thread % kPieces;
+  const int feature = item.feature_tile * kWeightRows + place.group * 64 + piece * kOfPiece;
+  row_t* out = static_cast<row_t*>(p.out) + int64_t(item.first) * p.out_stride + feature;
+  const bool whole = feature + kOfPiece <= p.features &&
+                     (reinterpret_cast<uintptr_t>(p.out) | p.out_stride * sizeof(row_t)) % 16 == 0;
+  for (int r = thread / kPieces; r < item.rows; r += 128 / kPieces) {
+    const uint8_t* source = staged + r * 64 * sizeof(row_t) + ((piece ^ (r & 7)) << 4);
     if (whole) {
       *reinterpret_cast<uint4*>(out + r * p.out_stride) = *reinterpret_cast<const uint4*>(source);
     } else {
-      for (int i = 0; i < 8 && feature + i < p.features; ++i)
+      for (int i = 0; i < kOfPiece && feature + i < p.features; ++i)
         out[r * p.out_stride + i] = reinterpret_cast<const row_t*>(source)[i];
     }
   }
@@ -101,12 +110,12 @@ template <class Config, int n>
 class HiddenStore {
   using Shape = GroupedShape<Config>;
   using weight_t = typename Config::weight_t;
-  static constexpr int kColumns = Shape::kColumns;
+  static constexpr int kColumns = Shape::kTokens;
 
  public:
   __device__ HiddenStore(const GroupedParams& p, const GroupedItem& item, const GroupedPlace<true>& place,
-                         uint8_t* staged, int first_token)
-      : p_(p), item_(item), place_(place), first_(first_token), staged_(staged) {
+                         uint8_t* staged)
+      : p_(p), item_(item), place_(place), staged_(staged) {
     maxima_ = reinterpret_cast<float*>(staged + Shape::kHiddenBytes);
   }
 
@@ -133,7 +142,7 @@ class HiddenStore {
 #pragma unroll
     for (int i = 0; i < n / 2; ++i) {
       float weight = 1.f;
-      if constexpr (Config::kWeightsOnInput) weight = topk_weight(first_ + column(i));
+      if constexpr (Config::kWeightsOnInput) weight = topk_weight(column(i));
       const int at = i / 2 * 4 + i % 2;
       const float gate = value[at] * weight, up = value[at + 2] * weight;
       h[i] = live ? activate<Activation(Config::kActivation), false>(gate) * up : 0.f;
@@ -183,8 +192,8 @@ class HiddenStore {
     for (int warp = 1; warp < 8; ++warp) largest = fmaxf(largest, maxima_[warp * kColumns + column]);
     const float scale = fmaxf(largest, kQuantFloor) / kE4m3Max;
     maxima_[8 * kColumns + column] = 1.f / scale;
-    if (first_ + column < item_.rows)
-      p_.out_scale[int64_t(item_.first + first_ + column) * p_.out_scale_stride + item_.feature_tile] = scale;
+    if (column < item_.rows)
+      p_.out_scale[int64_t(item_.first + column) * p_.out_scale_stride + item_.feature_tile] = scale;
   }
 
   __device__ __forceinline__ void stage(float (&h)[n / 2]) {
@@ -203,15 +212,14 @@ class HiddenStore {
     const int feature = item_.feature_tile * kHidden + thread % kPieces * kOfPiece;
     if (feature >= p_.features) return;
     weight_t* out = static_cast<weight_t*>(p_.out) + feature;
-    for (int r = thread / kPieces; r < kColumns && first_ + r < item_.rows; r += 256 / kPieces)
-      *reinterpret_cast<uint4*>(out + int64_t(item_.first + first_ + r) * p_.out_stride) =
+    for (int r = thread / kPieces; r < item_.rows; r += 256 / kPieces)
+      *reinterpret_cast<uint4*>(out + int64_t(item_.first + r) * p_.out_stride) =
           *reinterpret_cast<const uint4*>(staged_ + r * Shape::kHiddenPitch + thread % kPieces * 16);
   }
 
   const GroupedParams& p_;
   const GroupedItem& item_;
   const GroupedPlace<true>& place_;
-  int first_;
   uint8_t* staged_;
   float* maxima_;
 };

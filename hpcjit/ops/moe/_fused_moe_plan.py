@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from hpcjit import checks, tune
 from hpcjit.build import Config, Template
 from hpcjit.jit_op import Plan
 from hpcjit.ops.moe import _fused_moe_mono
 from hpcjit.ops.moe._fused_moe_args import ACTIVATIONS, BLOCK, HIDDEN_GROUP, QUANT, FusedMoeArgs, ceil_div
-from hpcjit.ops.moe._fused_moe_space import Workspace, quantise_mode, row_stride, x_scale_strides
+from hpcjit.ops.moe._fused_moe_space import Workspace, max_tiles, quantise_mode, row_stride, x_scale_strides
 from hpcjit.ops.moe._pair_sort import Sorters, sorters
 
-_WIDE_ROWS = 32 << 20  # bytes of products in float32 that L2 holds; more of them are bfloat16
+_WIDE_PAIRS = 512  # so many rows between down and their sums are float32; more of them, bfloat16, which takes less time
 _DOWN_FEATURES = 128  # of an item
-_CHUNK_BYTES = 9 << 20  # of rows between down and their sums; several chunks stay in L2
-_ALL_BYTES = 36 << 20  # of rows that are kept as they are
-_SLOTS = 3
-_FIXED_COUNTERS = 3
 
 # The most rows of an expert, were all even, for which tiles of so many rows are made: most experts then have one.
 _MEAN_ROWS = {16: 8, 32: 20, 64: 48}
@@ -31,7 +26,6 @@ class FusedMoeConfig(Config):
     quant: int = 1
     quantise: int = 0
     tokens: int = 16
-    blocks_per_sm: int = 2
     activation: int = 1
     plan_threads: int = 1024
     plan_clustered: bool = False
@@ -51,11 +45,11 @@ FUSED_MOE = Template(
     config=FusedMoeConfig,
     params=(
         *("x", "x_scale", "w13", "w13_scale", "w2", "w2_scale", "topk_ids", "topk_weights", "shared_output", "out"),
-        *("workspace", "counters"),
+        "workspace",
         *("num_tokens", "top_k", "num_experts", "expert_offset", "hidden_size", "intermediate_size"),
         *("x_stride", "x_scale_token_stride", "x_scale_group_stride"),
         *("ids_stride", "weights_stride", "shared_stride", "out_stride"),
-        *("plan_blocks", "blocks", "chunk", "lag", "slots"),
+        *("plan_blocks", "gate_up_blocks", "down_blocks"),
         *("at_counts", "at_sorted", "at_position", "at_tiles"),
         *("at_x", "at_x_scale", "at_hidden", "at_hidden_scale", "at_rows"),
     ),
@@ -68,32 +62,15 @@ def tile_rows(num_pairs: int, num_experts: int) -> int:
     return next((rows for rows, most in _MEAN_ROWS.items() if mean <= most), 128)
 
 
-def max_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
-    """The most tiles that so many pairs can make, however they are spread."""
-    return (num_pairs + min(num_pairs, num_experts) * (rows - 1)) // rows
-
-
-def blocks_of_sm(rows: int) -> int:
-    """How many blocks with tiles of so many rows an SM has: two take turns at copying and multiplying, where they fit."""
-    return 2 if rows <= 32 else 1
-
-
-def partial_bytes(a: FusedMoeArgs, rows: int) -> int:
-    """Of a value between down and sum. Tiles of many rows have no room for float32."""
-    num_pairs = a.topk_ids.numel()
-    return 4 if num_pairs * a.x.shape[1] * 4 <= _WIDE_ROWS and (rows <= 64 or a.quant == "bf16") else 2
-
-
 def _config(op: str, a: FusedMoeArgs, by: Sorters) -> FusedMoeConfig:
     num_pairs = a.topk_ids.numel()
     rows = tile_rows(num_pairs, a.num_experts)
     return FusedMoeConfig(
         weight_t="bf16" if a.quant == "bf16" else "e4m3",
-        partial_t="fp32" if partial_bytes(a, rows) == 4 else "bf16",
+        partial_t="fp32" if num_pairs <= _WIDE_PAIRS else "bf16",
         quant=QUANT.index(a.quant),
         quantise=quantise_mode(a),
         tokens=rows,
-        blocks_per_sm=blocks_of_sm(rows),
         activation=1 + ACTIVATIONS.index(a.activation),
         plan_threads=by.threads,
         plan_clustered=by.clustered,
@@ -105,25 +82,7 @@ def _config(op: str, a: FusedMoeArgs, by: Sorters) -> FusedMoeConfig:
     )
 
 
-class Chunks(NamedTuple):
-    """Columns of the result in parts: csrc/moe/grouped_queue.cuh."""
-
-    features: int  # items of down of a tile
-    number: int
-    lag: int
-    slots: int
-
-
-def chunks(num_pairs: int, hidden_size: int, element_bytes: int) -> Chunks:
-    tiles = ceil_div(hidden_size, _DOWN_FEATURES)
-    per_tile = num_pairs * _DOWN_FEATURES * element_bytes
-    features = next((n for n in (4, 2) if n * per_tile <= _CHUNK_BYTES), 1)
-    number = ceil_div(tiles, features)
-    slots = number if tiles * per_tile <= _ALL_BYTES else min(number, _SLOTS)
-    return Chunks(features, number, min(2 if slots == number else 1, number), slots)
-
-
-def _workspace(a: FusedMoeArgs, config: FusedMoeConfig, by: Sorters, parts: Chunks) -> Workspace:
+def _workspace(a: FusedMoeArgs, config: FusedMoeConfig, by: Sorters) -> Workspace:
     num_pairs, (tokens, hidden), inner = a.topk_ids.numel(), a.x.shape, a.intermediate_size
     fp8 = a.quant != "bf16"
     space = Workspace()
@@ -135,8 +94,7 @@ def _workspace(a: FusedMoeArgs, config: FusedMoeConfig, by: Sorters, parts: Chun
     space.add("x_scale", 4 * tokens * ceil_div(hidden, BLOCK) if a.quantises else 0)
     space.add("hidden", num_pairs * inner * (1 if fp8 else 2))
     space.add("hidden_scale", 4 * num_pairs * ceil_div(inner, HIDDEN_GROUP) if fp8 else 0)
-    columns = parts.slots * parts.features * _DOWN_FEATURES
-    space.add("rows", num_pairs * columns * (4 if config.partial_t == "fp32" else 2))
+    space.add("rows", num_pairs * hidden * (4 if config.partial_t == "fp32" else 2))
     return space
 
 
@@ -149,11 +107,11 @@ def chain_plan(op: str, a: FusedMoeArgs) -> Plan:
     num_pairs = a.topk_ids.numel()
     by = sorters(num_pairs, a.num_experts, a.x.device)
     config = _config(op, a, by)
-    parts = chunks(num_pairs, a.x.shape[1], 4 if config.partial_t == "fp32" else 2)
-    space = _workspace(a, config, by, parts)
-    resident = tune.sm_count(a.x.device) * config.blocks_per_sm
+    space = _workspace(a, config, by)
+    resident = tune.sm_count(a.x.device)
     tiles = max_tiles(num_pairs, a.num_experts, config.tokens)
-    items = tiles * ceil_div(max(a.x.shape[1], 2 * a.intermediate_size), _DOWN_FEATURES)
+    gate_up_items = tiles * ceil_div(a.intermediate_size, HIDDEN_GROUP)
+    down_items = tiles * ceil_div(a.x.shape[1], _DOWN_FEATURES)
     token_stride, group_stride = x_scale_strides(a, config.quantise)
     values: dict[str, int | float | str] = {
         "num_tokens": a.x.shape[0],
@@ -170,14 +128,11 @@ def chain_plan(op: str, a: FusedMoeArgs) -> Plan:
         "shared_stride": 0 if a.shared_output is None else row_stride(a.shared_output),
         "out_stride": row_stride(a.out),
         "plan_blocks": by.blocks,
-        "blocks": min(resident, items),
-        "chunk": parts.features,
-        "lag": parts.lag,
-        "slots": parts.slots,
+        "gate_up_blocks": min(resident, gate_up_items),
+        "down_blocks": min(resident, down_items),
         **space.offsets,
     }
     for name in ("x_scale", "w13_scale", "w2_scale", "shared_output"):
         if getattr(a, name) is None:
             values[name] = 0
-    words = _FIXED_COUNTERS + 2 * parts.number + tiles
-    return Plan(FUSED_MOE, config, values, workspace_bytes=space.size, counter_bytes=4 * words)
+    return Plan(FUSED_MOE, config, values, workspace_bytes=space.size)

@@ -25,6 +25,11 @@ class Workspace:
         self.size += ceil_div(num_bytes, _ALIGNMENT) * _ALIGNMENT
 
 
+def max_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
+    """The most tiles that so many pairs can make, however they are spread."""
+    return (num_pairs + min(num_pairs, num_experts) * (rows - 1)) // rows
+
+
 def quantise_mode(a: FusedMoeArgs) -> int:
     """How the activations become FP8; 0: they are not quantised."""
     if not a.quantises:

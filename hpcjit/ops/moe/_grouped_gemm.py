@@ -16,7 +16,6 @@ from hpcjit.ops._tensors import compiling, distinct, overwrites_none, require
 from hpcjit.ops.gemm._router_gemm import tf32
 from hpcjit.ops.moe import _fused_moe_args, _fused_moe_reference
 from hpcjit.ops.moe._fused_moe_args import BLOCK, MAX_EXPERTS, MAX_PAIRS, MAX_SIZE, QUANT, ceil_div
-from hpcjit.ops.moe._fused_moe_plan import blocks_of_sm
 from hpcjit.ops.moe._fused_moe_space import row_stride
 
 TILE_ROWS = (16, 32, 64, 128)
@@ -30,7 +29,6 @@ class GroupedGemmConfig(Config):
     partial_t: str = "bf16"
     quant: int = 1
     tokens: int = 16
-    blocks_per_sm: int = 2
     half_groups: bool = False
     pdl: bool = True
 
@@ -42,7 +40,8 @@ GROUPED_GEMM = Template(
     config=GroupedGemmConfig,
     params=(
         *("x", "x_scale", "weight", "weight_scale", "tiles", "num_tiles", "out"),
-        *("num_experts", "depth", "features", "x_stride", "x_scale_row_stride", "x_scale_group_stride", "out_stride"),
+        *("num_rows", "num_experts", "depth", "features"),
+        *("x_stride", "x_scale_row_stride", "x_scale_group_stride", "out_stride"),
         "blocks",
     ),
 )
@@ -133,15 +132,14 @@ class GroupedGemmOp(JitOp):
         experts, features, hidden = a.weight.shape
         if not a.x.shape[0] or not a.tiles.shape[0]:
             return NOTHING
-        per_sm = blocks_of_sm(a.tile_rows)
         config = GroupedGemmConfig(
             weight_t="bf16" if a.quant == "bf16" else "e4m3",
             quant=QUANT.index(a.quant),
             tokens=a.tile_rows,
-            blocks_per_sm=per_sm,
         )
         scaled = a.x_scale is not None and a.x_scale.numel() > 1
         values: dict[str, int | float | str] = {
+            "num_rows": a.x.shape[0],
             "num_experts": experts,
             "depth": hidden,
             "features": features,
@@ -149,7 +147,7 @@ class GroupedGemmOp(JitOp):
             "x_scale_row_stride": a.x_scale.stride(0) if a.x_scale is not None and scaled else 0,
             "x_scale_group_stride": a.x_scale.stride(1) if a.x_scale is not None and a.quant == "fp8_block" else 0,
             "out_stride": row_stride(a.out),
-            "blocks": min(tune.sm_count(a.x.device) * per_sm, a.tiles.shape[0] * ceil_div(features, _FEATURES)),
+            "blocks": min(tune.sm_count(a.x.device), a.tiles.shape[0] * ceil_div(features, _FEATURES)),
         }
         for name in ("x_scale", "weight_scale"):
             if getattr(a, name) is None:
