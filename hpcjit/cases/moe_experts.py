@@ -14,7 +14,7 @@ import torch
 
 from hpcjit.cases import Args, Case, Maker, routing
 from hpcjit.ops.moe._fused_moe_args import FusedMoeArgs
-from hpcjit.ops.moe._fused_moe_plan import max_tiles
+from hpcjit.ops.moe._fused_moe_space import max_tiles
 
 TOP_K = 8
 FP8 = torch.float8_e4m3fn

@@ -100,7 +100,8 @@ def _workspace(a: FusedMoeArgs, config: FusedMoeConfig, by: Sorters) -> Workspac
 
 def plan(op: str, a: FusedMoeArgs) -> Plan:
     """One launch for few tokens, a chain of launches for more."""
-    return _fused_moe_mono.plan(op, a) or chain_plan(op, a)
+    few = _fused_moe_mono.plan(op, a) if _fused_moe_mono.pays(a) else None
+    return few or chain_plan(op, a)
 
 
 def chain_plan(op: str, a: FusedMoeArgs) -> Plan:

@@ -15,7 +15,7 @@ from hpcjit.jit_op import NOTHING, JitOp, Plan
 from hpcjit.ops._tensors import compiling, require
 from hpcjit.ops.moe import _ids
 from hpcjit.ops.moe._fused_moe_args import MAX_EXPERTS, MAX_PAIRS
-from hpcjit.ops.moe._fused_moe_plan import max_tiles
+from hpcjit.ops.moe._fused_moe_space import max_tiles
 from hpcjit.ops.moe._pair_sort import sorters
 
 MAX_TILE_ROWS = 1024
