@@ -35,9 +35,17 @@ def counters_are_zero() -> bool:
 
 
 class TestChoice:
-    def test_few_tokens(self):
-        assert planned(1, 128, 4096, 192, 8) == "moe.fused_moe_mono"
-        assert planned(2048, 128, 4096, 192, 8) == "moe.fused_moe"
+    @pytest.mark.parametrize(
+        ("tokens", "experts", "few"),
+        [(1, 128, True), (8, 128, True), (9, 128, False), (2048, 128, False), (1, 15, False)],
+    )
+    def test_few_tokens(self, tokens: int, experts: int, few: bool):
+        assert planned(tokens, experts, 4096, 192, 8) == ("moe.fused_moe_mono" if few else "moe.fused_moe")
+
+    def test_experts_of_other_ranks_count(self):
+        """Of 64 choices 8 are of experts that are here."""
+        a = made(Maker("meta"), 8, 16, 4096, 192, 8, global_experts=128)
+        assert fused_moe_op.plan(*a).template.op == "moe.fused_moe_mono"
 
     @pytest.mark.parametrize(
         ("sizes", "options"),
@@ -97,8 +105,17 @@ class TestKernel:
         fused_moe_op._runner(mono_plan(a), 0, anywhere=True)(*a)
         return a.out
 
-    @pytest.mark.parametrize("hidden", [256, 4096, 5120, 7168, 9216, 20480])
-    @pytest.mark.parametrize("tokens", [1, 7, 8, 9, 31, 33, 64, 100, 128])
+    @pytest.mark.parametrize(
+        ("tokens", "hidden"),
+        [
+            *(
+                (tokens, hidden)
+                for tokens in (1, 7, 8, 9, 31, 33, 64)
+                for hidden in (256, 4096, 5120, 7168, 9216, 20480)
+            ),
+            *((tokens, hidden) for tokens in (100, 128) for hidden in (5120, 9216)),
+        ],
+    )
     def test_sizes(self, tokens: int, hidden: int):
         """Every number of columns, of token tiles and of words of a mask; 20480: more items of down than SMs."""
         a = made(Maker("cuda"), tokens, 96, hidden, 192, 4, codes=tokens % 2 > 0)
@@ -106,7 +123,7 @@ class TestKernel:
 
     @every_mode
     def test_modes(self, quant: str, codes: bool):
-        a = made(Maker("cuda"), 21, 40, 1280, 320, 8, quant=quant, codes=codes, shared=True, activation="gelu")
+        a = made(Maker("cuda"), 21, 64, 1280, 320, 8, quant=quant, codes=codes, shared=True, activation="gelu")
         assert difference(self.launch(a), exact(a)) < 1e-3
 
     @every_mode
@@ -144,21 +161,21 @@ class TestKernel:
 
     def test_replays_with_other_routing(self):
         """Among them: nobody, all to one expert, tokens that drop out."""
-        a = made(Maker("cuda"), 8, 64, 4096, 192, 8)
+        a = made(Maker("cuda"), 8, 128, 4096, 192, 8)
         run(a)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             run(a)
         m = Maker("cuda", 1)
         for step in range(1000):
-            ids = m.integers(-1, 64, 8, 8) if step % 10 else torch.full_like(a.topk_ids, step // 10 % 65 - 1)
+            ids = m.integers(-1, 128, 8, 8) if step % 10 else torch.full_like(a.topk_ids, step // 10 % 129 - 1)
             a.topk_ids.copy_(ids)
             graph.replay()
             assert same_bits(a.out, run(a, out=torch.empty_like(a.out)))
 
     def test_two_streams(self):
         """Each wants every SM for itself: neither may wait for a block of its own that has no room."""
-        calls = [made(Maker("cuda", seed), 16, 128, 2048, 192, 8) for seed in (1, 2, 3)]
+        calls = [made(Maker("cuda", seed), 8, 128, 2048, 192, 8) for seed in (1, 2, 3)]
         expected = [run(a, out=torch.empty_like(a.out)) for a in calls]
         torch.cuda.synchronize()
         streams = [torch.cuda.Stream() for _ in calls]

@@ -17,7 +17,7 @@ _WARPS = 8  # that compute
 _SMEM = 227 * 1024
 _PREFETCH = 64 << 10  # bytes that a block fetches to L2 while it makes the plan,
 _PREFETCHED = 32 << 20  # where all that is needed stays there until it is
-_FASTER = 180 << 20  # bytes of weights up to which one launch wins (docs/perf/fused_moe_mono.md)
+_MOST_ROWS = 0.5  # of an expert, were all even, up to which one launch wins (docs/perf/fused_moe_mono.md)
 _MIN_STAGES = {1: 3, 2: 4}  # of the ring, by groups
 _PART = 256  # bytes of K of a down slot
 _EXPERTS_STEP = 32  # a config serves so many numbers of experts
@@ -137,9 +137,7 @@ def _workspace(a: FusedMoeArgs) -> Workspace:
 
 def pays(a: FusedMoeArgs) -> bool:
     """Whether it was measured to be the faster way: it costs less to start, and reads weights more slowly."""
-    experts, (tokens, top_k) = a.num_experts, a.topk_ids.shape
-    active = experts * (1 - (1 - min(1.0, top_k / experts)) ** tokens)  # were routing uniform
-    return active * (a.w13[0].numel() + a.w2[0].numel()) * a.w13.element_size() <= _FASTER
+    return a.topk_ids.numel() <= _MOST_ROWS * (a.num_global_experts or a.num_experts)
 
 
 def _chosen_bytes(a: FusedMoeArgs) -> int:
