@@ -131,7 +131,10 @@ class TestRouting:
             parts.append(
                 run(a, w13=a.w13[here], w2=a.w2[here], expert_offset=first, out=torch.empty_like(a.out), **mine)
             )
-        torch.testing.assert_close(parts[0].double() + parts[1].double(), run(a).double(), rtol=0.02, atol=0.03)
+        # Each of three roundings to bfloat16 costs up to 2^-9 of what it rounds, and parts may cancel.
+        first, second = (part.double() for part in parts)
+        off = (first + second - run(a).double()).abs()
+        assert bool((off <= 2**-7 * (first.abs() + second.abs()) + 1e-3).all())
 
     def test_tensor_parallel(self, m: Maker):
         """So do those of two slices of the intermediate size."""

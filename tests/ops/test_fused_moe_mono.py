@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fused_moe_grid import gaps
 from op_tools import same_bits
 from test_fused_moe import MODES, difference, exact, made, run
 
 from hpcjit import build, workspace
 from hpcjit.cases import Maker
+from hpcjit.launch import raw_stream
 from hpcjit.ops.moe import _fused_moe_mono as mono
 from hpcjit.ops.moe import _fused_moe_plan
 from hpcjit.ops.moe._fused_moe import fused_moe_op
@@ -143,6 +145,55 @@ class TestKernel:
         a = made(Maker("cuda"), tokens, 128, 512, 64, 8)
         a.topk_ids.copy_(torch.arange(40, 48))
         assert difference(self.launch(a), exact(a)) < 1e-3
+
+    def test_in_place(self):
+        """The result may take the place of the activations, or of the shared output: all have been read by then."""
+        a = made(Maker("cuda"), 7, 32, 1024, 96, 4, quant="bf16", codes=False, shared=True)
+        expected = self.launch(a).clone()
+        x, shared = a.x.clone(), a.shared_output.clone()
+        assert same_bits(self.launch(a, x=x, out=x), expected)
+        assert same_bits(self.launch(a, shared_output=shared, out=shared), expected)
+
+    @pytest.mark.parametrize("value", [-1, -(2**31), 2**31 - 1, 7, 40])
+    def test_ids_elsewhere(self, value: int):
+        """Experts 8 to 39 of 64 are here. A pair of another one counts as much as a weight of zero does."""
+        a = made(Maker("cuda"), 6, 32, 512, 64, 2, codes=True, offset=8, global_experts=64)
+        ids, weights = a.topk_ids.clone(), a.topk_weights.clone()
+        ids[:, 1], weights[:, 1] = value, 0.0
+        expected = self.launch(a, topk_weights=weights, out=torch.empty_like(a.out))
+        assert same_bits(self.launch(a, topk_ids=ids, out=torch.empty_like(a.out)), expected)
+
+    def test_nobody_is_here(self):
+        a = made(Maker("cuda"), 5, 32, 512, 64, 4, shared=True)
+        ids = torch.full_like(a.topk_ids, -1)
+        assert same_bits(self.launch(a, topk_ids=ids), a.shared_output)
+        assert same_bits(self.launch(a, expert_offset=100), a.shared_output)
+        assert counters_are_zero()
+
+    @every_mode
+    def test_dead_rows_and_scratch(self, quant: str, codes: bool):
+        """NaN in a token of nobody, and in scratch, stays where it is."""
+        a = made(Maker("cuda"), 9, 32, 512, 192, 4, quant=quant, codes=codes)
+        a.topk_ids[3] = -1
+        expected = self.launch(a, out=torch.empty_like(a.out))
+        a.x.view(torch.uint8)[3] = 0xFF
+        scratch = workspace.Need(0, 1, 0).provide(raw_stream(0))[4]
+        scratch.view(torch.uint8).fill_(0xFF)
+        assert same_bits(self.launch(a), expected)
+        assert not a.out[3].any()
+
+    def test_views(self):
+        """Rows with gaps, scales with the tokens of a group next to each other."""
+        a = made(Maker("cuda"), 7, 32, 384, 192, 2, quant="fp8_block", shared=True)
+        expected = self.launch(a, out=torch.empty_like(a.out))
+        wide = torch.full((7, 5), -1, dtype=torch.int32, device="cuda")
+        wide[:, :2] = a.topk_ids
+        views = {
+            "topk_ids": wide[:, :2],
+            "x_scale": a.x_scale.t().contiguous().t(),
+            "shared_output": gaps(a.shared_output, 8),
+        }
+        assert same_bits(self.launch(a, x=gaps(a.x, 16), topk_weights=gaps(a.topk_weights, 3), **views), expected)
 
     def test_the_other_kernels_agree(self):
         a = made(Maker("cuda"), 32, 64, 2048, 256, 8, quant="fp8_channel", codes=False, shared=True)

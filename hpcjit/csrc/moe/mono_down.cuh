@@ -30,7 +30,8 @@ class MonoDown {
 
   __device__ __forceinline__ void run(uint32_t item, Ring& ring) {
     first_column_ = int(item) * kColumns;
-    named_barrier::sync<kThreads>(1);  // the sums of an item before this one have been read
+    // The sums of an item before this one have been read; and all stages before these: a slot of the ring may change groups here.
+    named_barrier::sync<kThreads>(1);
     const int count = Shape::kGroups * Shape::kSlots * b_.p.num_tokens * Shape::kOutPitch;
     for (int i = threadIdx.x; i < count; i += kThreads) sums_[i] = 0.f;
     named_barrier::sync<kThreads>(1);

@@ -98,12 +98,10 @@ class MonoRows {
 
   __device__ void run() {
     const uint32_t gate_up = b_.gate_up_items(), end = b_.items();
-    for (uint32_t item; (item = items_.next(lane_)) < end;) {
-      if (item < gate_up)
-        copy_gate_up(item);
-      else
-        copy_down();
-    }
+    uint32_t item;
+    while ((item = items_.next(lane_)) < gate_up) copy_gate_up(item);
+    copy::fence_async();  // what this warp wrote there itself is overwritten by bulk copies from now on
+    for (; item < end; item = items_.next(lane_)) copy_down();
     // All counters this block waits for have been seen, and its last ticket has been drawn.
     if (lane_ == 0 && global::arrive_last(b_.p.counters + 1, gridDim.x)) {
       b_.p.counters[0] = 0;
@@ -171,6 +169,7 @@ class MonoRows {
       const bool done = own < b_.num_tiles && global::load_acquire(b_.p.counters + 2 + own) == b_.features();
       const uint32_t missing = __ballot_sync(0xffffffffu, !done);
       ready_ += missing == 0 ? 32 : __ffs(missing) - 1;
+      __syncwarp();  // what one lane has acquired, others copy
       global::fence_async();
     }
   }
