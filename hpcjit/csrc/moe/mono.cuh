@@ -1,4 +1,4 @@
-// A mixture of experts in one launch, for few tokens, as fast as the weights of the chosen experts can be read:
+// A mixture of experts in one launch, for few tokens, bound by how fast the weights of the chosen experts are read:
 //
 //   plan     every block finds out for itself who goes to which expert                          mono_plan.cuh
 //   gate-up  hidden[row] = act(gate) * up, an item for each tile of rows and 16 features        mono_gate_up.cuh
@@ -6,8 +6,8 @@
 //
 // A block of each SM takes items in the order of a ticket counter. Two of its warps copy to a ring of kStages in shared
 // memory, one weights (TMA), one rows (mono_load.cuh), and run ahead of those that compute: through items, and from
-// gate-up into down, where only rows wait for what other blocks have yet to write (a counter for each tile of rows). So
-// memory never idles between the two. A block waits only for items with lower tickets, which running blocks have, so it
+// gate-up into down, where only rows wait for what other blocks have yet to write (a counter for each tile of rows);
+// weights of down are on their way by then. A block waits only for items with lower tickets, which running blocks have, so it
 // never matters how many blocks run at a time, or what else does.
 //
 // Sums: K and experts in a fixed order, whichever block has an item. FP8 is multiplied as fp16, which holds every code, with

@@ -1,7 +1,8 @@
 // kColumns features of the result for all tokens, by all warps that compute; see mono.cuh.
 //
-// Groups of warps take turns of stages. Warps of one slot share out its features, slots the tiles of rows. Each slot of a group has sums of its own of every token in shared
-// memory, so that no two threads ever add to one; at the end they are added in order.
+// Groups of warps take turns of stages. Warps of one slot share out its features, slots the tiles of rows. Each slot
+// of a group has sums of its own of every token in shared memory, so that no two threads ever add to one; at the end
+// they are added in order.
 #pragma once
 #include "hpcjit/ptx/named_barrier.cuh"
 #include "moe/mono_fragments.cuh"
@@ -30,7 +31,8 @@ class MonoDown {
 
   __device__ __forceinline__ void run(uint32_t item, Ring& ring) {
     first_column_ = int(item) * kColumns;
-    // The sums of an item before this one have been read; and all stages before these: a slot of the ring may change groups here.
+    // The sums of an item before this one have been read; and all stages before these: a slot of the ring may change
+    // groups here.
     named_barrier::sync<kThreads>(1);
     const int count = Shape::kGroups * Shape::kSlots * b_.p.num_tokens * Shape::kOutPitch;
     for (int i = threadIdx.x; i < count; i += kThreads) sums_[i] = 0.f;

@@ -1,7 +1,8 @@
 // Gate and up of 16 features for the rows of a tile; see mono.cuh.
 //
-// A product's 16 rows of weights are 8 gate rows and the 8 up rows of the same features, so a thread has both of a feature
-// and a token. Groups of warps take turns of stages; each warp sums its own chunks of K and goes on; others add all sums (two buffers).
+// A product's 16 rows of weights are 8 gate rows and the 8 up rows of the same features, so a thread has both of a
+// feature and a token. Groups of warps take turns of stages; each warp sums its own chunks of K and goes on; others
+// add all sums (two buffers).
 #pragma once
 #include "hpcjit/math/activation.cuh"
 #include "hpcjit/ptx/global.cuh"
@@ -201,8 +202,8 @@ class MonoGateUp {
   MonoRing<2> buffers_;      // of sums
 };
 
-// A warp that finishes: every kFinishing-th item, whose sums it adds, to which it applies the activation, and whose hidden rows it
-// writes.
+// A warp that finishes: every kFinishing-th item, whose sums it adds, to which it applies the activation, and whose
+// hidden rows it writes.
 template <class Config>
 class MonoHidden {
   using Shape = MonoShape<Config>;

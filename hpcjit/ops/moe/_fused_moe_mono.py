@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpcjit import checks, tune
+from hpcjit import tune
 from hpcjit.build import Config, Template
 from hpcjit.jit_op import Plan
 from hpcjit.ops.moe._fused_moe_args import ACTIVATIONS, QUANT, FusedMoeArgs, ceil_div
-from hpcjit.ops.moe._fused_moe_space import Workspace, quantise_mode, row_stride, x_scale_strides
+from hpcjit.ops.moe._fused_moe_space import Workspace, call_values, quantise_mode
 
 MAX_TOKENS = 128
 MAX_PAIRS = 1024
@@ -22,7 +22,7 @@ _MIN_STAGES = {1: 3, 2: 4}  # of the ring, by groups
 _PART = 256  # bytes of K of a down slot
 _EXPERTS_STEP = 32  # a config serves so many numbers of experts
 
-# The most rows of an expert, were all even, for which tiles have so many columns of 8 rows.
+# The most rows of an expert, were all even, for which a tile has so many times 8 rows.
 _MEAN_ROWS = {1: 4, 2: 12}
 
 
@@ -147,31 +147,15 @@ def _chosen_bytes(a: FusedMoeArgs) -> int:
 
 
 def plan(op: str, a: FusedMoeArgs) -> Plan | None:
+    """The launch, whether or not it pays; None where the kernel cannot run the call."""
     config = _config(op, a) if takes(a) else None
     if config is None:
         return None
     space = _workspace(a)
-    token_stride, group_stride = x_scale_strides(a, config.quantise)
     max_tiles = a.topk_ids.numel()
-    values: dict[str, int | float | str] = {
-        "num_tokens": a.x.shape[0],
-        "top_k": a.topk_ids.shape[1],
-        "num_experts": a.num_experts,
-        "expert_offset": a.expert_offset,
-        "hidden_size": a.x.shape[1],
-        "intermediate_size": a.intermediate_size,
-        "x_stride": row_stride(a.x),
-        "x_scale_token_stride": token_stride,
-        "x_scale_group_stride": group_stride,
-        "ids_stride": checks.rows(op, "topk_ids", a.topk_ids)[1],
-        "weights_stride": checks.rows(op, "topk_weights", a.topk_weights)[1],
-        "shared_stride": 0 if a.shared_output is None else row_stride(a.shared_output),
-        "out_stride": row_stride(a.out),
+    values = call_values(op, a, config.quantise) | {
         "blocks": tune.sm_count(a.x.device),
         "prefetch_bytes": _PREFETCH if _chosen_bytes(a) <= _PREFETCHED else 0,
         **space.offsets,
     }
-    for name in ("x_scale", "w13_scale", "w2_scale", "shared_output"):
-        if getattr(a, name) is None:
-            values[name] = 0
     return Plan(FUSED_MOE_MONO, config, values, space.size, counter_bytes=4 * (2 + max_tiles))

@@ -9,7 +9,7 @@ from hpcjit.build import Config, Template
 from hpcjit.jit_op import Plan
 from hpcjit.ops.moe import _fused_moe_mono
 from hpcjit.ops.moe._fused_moe_args import ACTIVATIONS, BLOCK, HIDDEN_GROUP, QUANT, FusedMoeArgs, ceil_div
-from hpcjit.ops.moe._fused_moe_space import Workspace, max_tiles, quantise_mode, row_stride, x_scale_strides
+from hpcjit.ops.moe._fused_moe_space import Workspace, call_values, max_tiles, quantise_mode
 from hpcjit.ops.moe._pair_sort import Sorters, sorters
 
 _WIDE_PAIRS = 512  # so many rows between down and their sums are float32; more of them, bfloat16, which takes less time
@@ -113,27 +113,10 @@ def chain_plan(op: str, a: FusedMoeArgs) -> Plan:
     tiles = max_tiles(num_pairs, a.num_experts, config.tokens)
     gate_up_items = tiles * ceil_div(a.intermediate_size, HIDDEN_GROUP)
     down_items = tiles * ceil_div(a.x.shape[1], _DOWN_FEATURES)
-    token_stride, group_stride = x_scale_strides(a, config.quantise)
-    values: dict[str, int | float | str] = {
-        "num_tokens": a.x.shape[0],
-        "top_k": a.topk_ids.shape[1],
-        "num_experts": a.num_experts,
-        "expert_offset": a.expert_offset,
-        "hidden_size": a.x.shape[1],
-        "intermediate_size": a.intermediate_size,
-        "x_stride": row_stride(a.x),
-        "x_scale_token_stride": token_stride,
-        "x_scale_group_stride": group_stride,
-        "ids_stride": checks.rows(op, "topk_ids", a.topk_ids)[1],
-        "weights_stride": checks.rows(op, "topk_weights", a.topk_weights)[1],
-        "shared_stride": 0 if a.shared_output is None else row_stride(a.shared_output),
-        "out_stride": row_stride(a.out),
+    values = call_values(op, a, config.quantise) | {
         "plan_blocks": by.blocks,
         "gate_up_blocks": min(resident, gate_up_items),
         "down_blocks": min(resident, down_items),
         **space.offsets,
     }
-    for name in ("x_scale", "w13_scale", "w2_scale", "shared_output"):
-        if getattr(a, name) is None:
-            values[name] = 0
     return Plan(FUSED_MOE, config, values, workspace_bytes=space.size)

@@ -1,4 +1,4 @@
-"""What the plans of the fused mixture of experts share: scales and strides of the activations, and the workspace."""
+"""What both plans of the fused mixture of experts share: values that describe the call, and the workspace."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hpcjit import checks
 from hpcjit.ops.moe._fused_moe_args import BLOCK, FusedMoeArgs, ceil_div
 
 SCALE_GIVEN, SCALE_OF_ROW, SCALE_OF_GROUP = 1, 2, 3  # csrc/moe/fused_moe_rows.cuh
@@ -52,3 +53,25 @@ def x_scale_strides(a: FusedMoeArgs, quantise: int) -> tuple[int, int]:
 
 def row_stride(x: torch.Tensor) -> int:
     return x.stride(0) if x.shape[0] > 1 else x.shape[1]
+
+
+def call_values(op: str, a: FusedMoeArgs, quantise: int) -> dict[str, int | float | str]:
+    """Sizes and strides of the call, and null where it leaves out a tensor."""
+    token_stride, group_stride = x_scale_strides(a, quantise)
+    values: dict[str, int | float | str] = {
+        "num_tokens": a.x.shape[0],
+        "top_k": a.topk_ids.shape[1],
+        "num_experts": a.num_experts,
+        "expert_offset": a.expert_offset,
+        "hidden_size": a.x.shape[1],
+        "intermediate_size": a.intermediate_size,
+        "x_stride": row_stride(a.x),
+        "x_scale_token_stride": token_stride,
+        "x_scale_group_stride": group_stride,
+        "ids_stride": checks.rows(op, "topk_ids", a.topk_ids)[1],
+        "weights_stride": checks.rows(op, "topk_weights", a.topk_weights)[1],
+        "shared_stride": 0 if a.shared_output is None else row_stride(a.shared_output),
+        "out_stride": row_stride(a.out),
+    }
+    absent = (name for name in ("x_scale", "w13_scale", "w2_scale", "shared_output") if getattr(a, name) is None)
+    return values | dict.fromkeys(absent, 0)
