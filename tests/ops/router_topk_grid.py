@@ -85,6 +85,10 @@ CALLS = [
     (Routed(200, 40, 512, 4, how="padded", bias=0.1), "likewise, more tokens"),
     (Routed(6, 33, 512, 4, how="misaligned", logits=True), "storage offset 1"),
     (Routed(0, 64, 128), "no tokens"),
+    (Routed(40, 64, 256, 4, shared=2, valid=39), "every lane has experts, but half of them no quad of a row"),
+    (Routed(300, 64, 256, 4, logits=True), "likewise, many tokens"),
+    (Routed(70, 32, 512, 4), "likewise, a quarter of the lanes"),
+    (Routed(200, 96, 256, 6, mode="fast"), "likewise, three quarters"),
 ]
 
 

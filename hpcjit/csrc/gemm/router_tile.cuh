@@ -21,6 +21,7 @@
 #include "gemm/router_tile_shape.cuh"
 #include "gemm/router_tile_sums.cuh"
 #include "hpcjit/launch.cuh"
+#include "hpcjit/ptx/named_barrier.cuh"
 #include "hpcjit/ptx/pdl.cuh"
 #include "hpcjit/ptx/registers.cuh"
 #include "hpcjit/ptx/tma.cuh"
@@ -57,6 +58,12 @@ __device__ void copy_tiles(const RouterTileWork<Config>& work, RouterTileRing ri
   }
 }
 
+// All threads of the block, which meet from two places of the code; __syncthreads() asks for one.
+template <class Config>
+__device__ __forceinline__ void meet() {
+  named_barrier::sync<RouterTileShape<Config>::kThreads>(2);
+}
+
 // The warpgroup that copies. It may not run what the others run after they have taken its registers.
 template <class Config, class Sink>
 __device__ __forceinline__ void copy_role(const typename Sink::Params& p, const RouterTileWork<Config>& work,
@@ -71,7 +78,7 @@ __device__ __forceinline__ void copy_role(const typename Sink::Params& p, const 
   }
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < 2 + (Config::kSlots > 1); ++i) __syncthreads();
+  for (int i = 0; i < 2 + (Config::kSlots > 1); ++i) meet<Config>();
   if constexpr (Shape::kCluster > 1 && Config::kShare == 1) cluster::wait();
   if constexpr (Shape::kCluster > 1) {
     cluster::arrive_relaxed();
@@ -92,15 +99,15 @@ __device__ __forceinline__ void compute_role(const typename Sink::Params& p,
   float* place = y + sums.place(group, warp, lane);
   sums.accumulate(work, ring, group, slot, warp, lane);
   sums.add_low(Config::kPresplit ? float(p.scale) : 1.f / kFp16LowScale);
-  __syncthreads();  // all have read the ring
+  meet<Config>();  // all have read the ring
   if constexpr (Config::kSlots > 1) {
     if (slot > 0) sums.store(place + slot * Shape::kPart);
-    __syncthreads();
+    meet<Config>();
     if (slot == 0) sums.add_slots(place);
   }
   if (slot == 0) sums.store(place);
   if (Config::kSplits > 1 && slot == 0) copy::fence_async();  // what was written will be sent
-  __syncthreads();
+  meet<Config>();
   const float* parts = y;
   if constexpr (Shape::kCluster > 1 && Config::kShare == 1) cluster::wait();  // all blocks have started
   if constexpr (Config::kSplits > 1) {

@@ -71,6 +71,8 @@ template <class Config>
 struct PassedRow {
   static constexpr int kQuads = (Config::kPerLane + 3) / 4;
   static constexpr int kStaged = 128 * kQuads;  // floats of a row in shared memory
+  // Whether each lane has all of its quads: 32 lanes have 128 experts at a time, so 32 or 64 leave lanes without any.
+  static constexpr bool kFull = Config::kExactGate && Config::kPerLane % 4 == 0;
   uint4 quad[kQuads];
 
   // Calls f(quad, its first expert) for those inside the row.
@@ -79,7 +81,7 @@ struct PassedRow {
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
       const int expert = 4 * (lane + 32 * i);
-      if (Config::kExactGate || expert < num_experts) f(quad[i], expert);
+      if (kFull || expert < num_experts) f(quad[i], expert);
     }
   }
 

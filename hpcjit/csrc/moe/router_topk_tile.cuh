@@ -120,7 +120,7 @@ struct TileGate : TileRows<Config> {
   __device__ __forceinline__ static void gate(const Params& p, const Work& work, float* memory) {
     using Shape = TopkTileShape<Config>;
     // No warp reads sums any more; that no other block does was waited for.
-    asm volatile("bar.sync 1, %0;" ::"n"(Shape::Product::kComputing) : "memory");
+    named_barrier::sync<Shape::Product::kComputing>(1);
     const int warp = threadIdx.x / 32;
     auto* lists = reinterpret_cast<CandidateList*>(memory);
     float* staged = reinterpret_cast<float*>(lists + Shape::kWarps) + warp * Shape::kStaged;
