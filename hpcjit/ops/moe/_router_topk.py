@@ -104,10 +104,11 @@ class RouterTopkOp(GateOp):
         return self._plan(c, _router_topk_plan.way_of(c.x, c.weight.shape[0], c.accuracy))
 
     def _plan(self, c: _Call, way: str) -> Plan:
-        # Where no logits are wanted they are kept in rows as these: contiguous, aligned.
+        # Where no logits are wanted they are kept in rows as these: contiguous, aligned. Otherwise the layout of `logits` says
+        # which lane has which expert, whatever the gate reads, so that all ways add up in the same order.
         rows = torch.empty(c.x.shape[0], c.weight.shape[0], dtype=torch.float32, device="meta")
         out = rows if c.logits is None else c.logits
-        _, gate, gate_args = c.steps(out if way == _router_topk_plan.LAUNCHES else rows)
+        _, gate, gate_args = c.steps(out)
         gate_plan = gate.plan(*gate_args)
         assert isinstance(gate_plan, Plan)
         product = _router_plan.plan(c.x, c.weight, c.accuracy, out)

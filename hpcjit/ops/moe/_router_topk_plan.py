@@ -139,7 +139,8 @@ def way_of(x: torch.Tensor, num_experts: int, mode: str) -> str:
 def plan(product: Plan, gate: Plan, logits: torch.Tensor | None, way: str) -> Plan:
     """The launch that does what `product`, to `logits` if they are wanted, and then `gate` would do.
 
-    The gate was planned for contiguous rows, except that with "launches" it reads `logits` themselves if they are wanted.
+    The gate was planned for rows like those of `logits`, or contiguous ones. With "launches" it reads `logits` themselves if
+    they are wanted, else rows of its own.
     """
     num_tokens, num_experts = (int(product.values[name]) for name in ("num_tokens", "num_experts"))
     template, config = (
