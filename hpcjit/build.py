@@ -198,7 +198,8 @@ class _Request:
 def _request(template: Template, config: Config, arch: str) -> _Request:
     toolchain.check_arch(arch)
     text = source(template, config)
-    flags = compiler.flags_for(settings.read().debug, template.flags)
+    lean = () if template.include else compiler.LEAN_FLAGS  # kernels of others may rely on a whole <cmath>
+    flags = compiler.flags_for(settings.read().debug, (*lean, *template.flags))
     include = (*template.include, PACKAGE / "include", PACKAGE / "csrc")
     library = toolchain.find_cutlass_include() if template.cutlass else None
     facts = {

@@ -177,6 +177,17 @@ def test_threads_compile_different_kernels_at_once_and_leave_torch_as_it_was(fre
     assert (cpp_extension.CUDA_HOME, cpp_extension.TORCH_LIB_PATH, os.environ["PATH"]) == before
 
 
+def test_one_compile_reads_its_headers_no_more_often_than_it_must(fresh, toolkit, tmp_path, monkeypatch):
+    """Listing dependencies, for a rebuild that never comes, would be one more pass."""
+    asked = tmp_path / "asked"
+    toolkit.behave(f'echo "$*" >"{asked}"')
+    monkeypatch.setenv("HPCJIT_CUDA_HOME", str(toolkit.home))
+    load()
+    assert " -c " in asked.read_text()
+    assert "-MD" not in asked.read_text()
+    assert "TORCH_EXTENSION_SKIP_NVCC_GEN_DEPENDENCIES" not in os.environ
+
+
 def test_new_process_opens_the_binary_without_compiler_or_torch(fresh):
     load()
     code = (

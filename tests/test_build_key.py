@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from scale_template import ARCH, DATA, SCALE, ScaleConfig, output, python, scale_template
 
-from hpcjit import build, headers, toolchain
+from hpcjit import build, compiler, headers, toolchain
 from hpcjit.build import Config, Template
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -116,6 +116,12 @@ def test_key_changes_with_a_parameter_arch_flags_and_debug(monkeypatch):
     seen.append(keys())
     assert len({source_key for source_key, _ in seen}) == len(seen)
     assert len({key for _, key in seen}) == len(seen)
+
+
+def test_only_the_package_s_own_templates_do_without_part_of_the_standard_library():
+    own, outside = (build._request(t, c(), ARCH).job.flags for t, c in ((EVERY_KIND, EveryKind), (SCALE, ScaleConfig)))
+    assert set(own) - set(outside) == set(compiler.LEAN_FLAGS)
+    assert set(outside) <= set(own)
 
 
 @pytest.mark.parametrize("header", ["scale.cuh", "scale_detail.cuh"])
