@@ -16,9 +16,6 @@
 
 namespace hpcjit::moe {
 
-// Weights that gate-up fetches while the plan is made: about what memory delivers meanwhile, and only where that counts.
-constexpr int64_t kGuessedBytes = 12 << 20, kGuessedPairs = 1024;
-
 struct FusedMoeParams {
   const void* x;
   const float* x_scale;
@@ -45,6 +42,7 @@ struct FusedMoeParams {
   int64_t shared_stride;
   int64_t out_stride;
   int64_t plan_blocks;
+  int64_t most_tiles;
   int64_t gate_up_blocks;
   int64_t down_blocks;
   int64_t at_counts;        // int32, of plan_blocks
@@ -62,7 +60,7 @@ template <class Config>
 struct FusedMoe {
   using Params = FusedMoeParams;
   using weight_t = typename Config::weight_t;
-  using Shape = GroupedShape<Config>;
+  using Shape = GroupedShape<Config, true>;
   static constexpr bool kScaled = Config::kQuant != kQuantNone;
 
   static cudaError_t prepare() {
@@ -80,6 +78,8 @@ struct FusedMoe {
   static T* at(const Params& p, int64_t offset) {
     return reinterpret_cast<T*>(p.workspace + offset);
   }
+
+  static int32_t& num_tiles(const Params& p) { return *at<int32_t>(p, p.at_tiles); }
 
   static cudaError_t quantise(const Params& p, cudaStream_t stream) {
     if constexpr (Config::kQuantise == 0) return cudaSuccess;
@@ -108,8 +108,7 @@ struct FusedMoe {
     a.blocks = p.plan_blocks;
     a.first_id = p.expert_offset;
     uint4* tiles = at<uint4>(p, p.at_tiles);
-    const PlanOut out = {at<int32_t>(p, p.at_position), tiles + 1, reinterpret_cast<int32_t*>(tiles),
-                         Config::kTokens};
+    const PlanOut out = {at<int32_t>(p, p.at_position), tiles + 1, &num_tiles(p), Config::kTokens};
     return PlanLaunch<Config>::launch(a, out, stream);
   }
 
@@ -118,12 +117,13 @@ struct FusedMoe {
     GroupedParams g = {};
     uint4* tiles = at<uint4>(p, p.at_tiles);
     g.tiles = tiles + 1;
-    g.num_tiles = reinterpret_cast<int32_t*>(tiles);
+    g.num_tiles = &num_tiles(p);
     g.sorted = at<int32_t>(p, p.at_sorted);
     g.topk_weights = p.topk_weights;
     g.weights_stride = p.weights_stride;
     g.top_k = int(p.top_k);
     g.num_experts = int(p.num_experts);
+    g.most_tiles = int(p.most_tiles);
     return g;
   }
 
@@ -144,12 +144,6 @@ struct FusedMoe {
     g.out_stride = p.intermediate_size;
     g.out_scale = at<float>(p, p.at_hidden_scale);
     g.out_scale_stride = g.feature_tiles;
-    g.topk_ids = p.topk_ids;
-    g.ids_stride = p.ids_stride;
-    g.num_pairs = int(p.num_tokens * p.top_k);
-    g.expert_offset = int(p.expert_offset);
-    if (g.num_pairs <= kGuessedPairs)
-      g.guessed_columns = int(kGuessedBytes / (p.gate_up_blocks * kWeightBytes)) * Shape::kStageK;
     return g;
   }
 
@@ -167,7 +161,8 @@ struct FusedMoe {
     g.feature_tiles = int(ceil_div(p.hidden_size, kWeightRows));
     g.out = at<void>(p, p.at_rows);
     g.out_stride = p.hidden_size;
-    g.guessed_columns = Shape::kStages * Shape::kStageK;
+
+    g.planned = true;
     return g;
   }
 
@@ -194,7 +189,8 @@ struct FusedMoe {
     const GroupedParams first = gate_up(p), second = down(p);
     status = GroupedLaunch<Config, true>::launch(first, p.w13, 0, p.gate_up_blocks, stream);
     if (status == cudaSuccess)
-      status = GroupedLaunch<Config, false>::launch(second, p.w2, first.num_pairs, p.down_blocks, stream);
+      status =
+          GroupedLaunch<Config, false>::launch(second, p.w2, p.num_tokens * p.top_k, p.down_blocks, stream);
     return status == cudaSuccess ? combine(p, stream) : status;
   }
 };

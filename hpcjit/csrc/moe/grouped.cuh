@@ -4,20 +4,21 @@
 //   else:    out is the product, in partial_t
 //
 // Weights are the rows of a product (A), up to kTokens rows of an expert its columns (B), so that few rows waste little. An
-// item is such a tile of rows and 64 features (kGateUp: of gate and of up, in the same thread) or 128. The last warpgroup
-// copies to a ring of kStages in shared memory, 128 bytes of K each: a box of weights, the rows, their scales (full and empty
-// barriers). It runs ahead into the next item while the others finish theirs. Each of those two multiplies 64 rows of
-// weights with all rows of the tile; one scales and adds while the other's products run.
+// item is such a tile of rows and 64 features (kGateUp: of gate and of up, in the same thread) or 128. The warps behind the
+// first two warpgroups copy to a ring of kStages in shared memory, 128 bytes of K each: a box of weights, the rows, their
+// scales (full and empty barriers). They run ahead into the next item while the others finish theirs. Each of those two
+// multiplies 64 rows of weights with all rows of the tile; one scales and adds while the other's products run. They read
+// nothing from global memory: it would take longer than an item of down. Of down two blocks share an SM where they fit.
 //
 // FP8 sums leave the tensor cores after 512 of K, or where scales change (128, 64 of the hidden activation), and are scaled
 // and added in fp32.
 //
 // Shared memory: ring, 1024-byte aligned: kStages x (weights [128][128 B], rows [kTokens][128 B], all swizzled); rows to be
-// written; scales kStages x (rows [parts][kTokens], weights [2], [2] unused) fp32; barriers. A full barrier counts
-// the thread that asks for boxes and all that copy (grouped_load.cuh); an empty one the warps that compute, whose products
-// have completed by then.
+// written; beside the ring kStages x (the item, or that there are no more; scales of rows [parts][kTokens] and of weights, fp32);
+// barriers. A full barrier counts the thread that asks for boxes and all that copy (grouped_load.cuh); an empty one the warps
+// that compute, whose products have completed by then.
 //
-// This file: a launch of one product. Blocks take items in turn; how many there are stands in memory.
+// This file: a launch of one product. How many items there are stands in memory (grouped_walk.cuh).
 #pragma once
 #include "hpcjit/ptx/pdl.cuh"
 #include "hpcjit/ptx/registers.cuh"
@@ -26,81 +27,57 @@
 
 namespace hpcjit::moe {
 
-template <class Shape>
-__device__ __forceinline__ GroupedRing<Shape::kStages> grouped_ring(uint8_t* smem) {
-  const uint32_t base = copy::shared_address(smem);
-  return {base, base + Shape::kBarriers};
-}
-
 // Dynamic shared memory from a multiple of 1024 on.
 __device__ __forceinline__ uint8_t* grouped_memory(uint8_t* raw) {
   return raw + (1024 - copy::shared_address(raw) % 1024) % 1024;
 }
 
-template <class Shape>
-__device__ __forceinline__ void init_ring(const GroupedRing<Shape::kStages>& ring) {
-  for (int i = 0; i < Shape::kStages; ++i) {
-    mbarrier::init(ring.barriers + 16 * i, 1 + 128);
-    mbarrier::init(ring.barriers + 16 * i + 8, 8);
+template <class Config, bool kGateUp>
+__device__ __forceinline__ void init_ring(GroupedRing<Config, kGateUp> ring) {
+  using Shape = GroupedShape<Config, kGateUp>;
+  for (; ring.parity == 0; ring.advance()) {
+    mbarrier::init(ring.full(), Shape::kArrivals);
+    mbarrier::init(ring.empty(), Shape::kComputing / 32);
   }
 }
 
 template <class Config, bool kGateUp>
-__device__ __forceinline__ void grouped_compute(const GroupedParams& p, uint8_t* smem) {
-  using Shape = GroupedShape<Config>;
-  const GroupedPlace<kGateUp> place = {int(threadIdx.x) / 128, int(threadIdx.x) / 32 % 4,
-                                       int(threadIdx.x) % 32};
-  auto ring = grouped_ring<Shape>(smem);
-  GroupedSums<Config, kGateUp> sums(reinterpret_cast<const float*>(smem + Shape::kScales), place.group,
-                                    place.lane);
-  uint8_t* staged = smem + Shape::kStagedAt;
-  GroupedWalk walk(p);
-  GroupedItem item;
-  while (walk.next(item)) {
-    const FeatureScales<Config, kGateUp> scales(p, item, place);
-    sums.accumulate(ring, p.depth, item.rows);
-    scales.apply(sums.value);
-    if constexpr (kGateUp)
-      HiddenStore<Config, Shape::kTokens / 2>(p, item, place, staged).run(sums.value);
-    else
-      store_rows<Config>(p, item, place, staged + place.group * Shape::kPartialBytes, sums.value);
-  }
-}
-
-// Weights towards L2 that a block will need first, while the launch before it runs. For gate-up a guess, since the plan is
-// being made then: blocks share out the experts in the order of the pairs, not what each will need, but what all will. Ids
-// are read around L1, where a line would stay as it was then; if they are not there yet, something else is fetched, of an
-// expert that exists. For down the plan is there. One thread of each warp that copies calls it.
-template <class Config, bool kGateUp>
-__device__ __forceinline__ void prefetch_first(const GroupedParams& p, const CUtensorMap& weights, int warp) {
-  constexpr int kStageK = GroupedShape<Config>::kStageK;
-  const int tile = blockIdx.x / unsigned(p.feature_tiles),
-            feature_tile = blockIdx.x % unsigned(p.feature_tiles);
-  uint32_t expert = ~0u;
-  if constexpr (kGateUp) {
-    if (p.guessed_columns == 0 || tile >= p.num_pairs) return;
-    const int token = tile / p.top_k, k = tile % p.top_k;
-    expert = uint32_t(__ldcg(p.topk_ids + int64_t(token) * p.ids_stride + k)) - uint32_t(p.expert_offset);
-  } else {
-    if (p.guessed_columns == 0 || tile >= __ldcg(p.num_tiles)) return;
-    expert = __ldcg(p.tiles + tile).x;
-  }
-  if (expert >= uint32_t(p.num_experts)) return;
-  const int end = min(p.depth, p.guessed_columns);
+__device__ __forceinline__ void grouped_compute(const GroupedParams& p, GroupedRing<Config, kGateUp> ring) {
+  using Shape = GroupedShape<Config, kGateUp>;
+  const GroupedPlace<kGateUp> place(threadIdx.x);
+  GroupedSums<Config, kGateUp> sums(place);
 #pragma unroll 1
-  for (int column = warp * kStageK; column < end; column += 4 * kStageK)
-    prefetch_weights<kGateUp>(weights, column, int(expert), feature_tile, p.features);
+  for (GroupedItem item; sums.next(ring, p.depth, item);) {
+    if constexpr (kGateUp)
+      HiddenStore<Config, Shape::kTokens / 2>(p, item, place, ring.staged()).run(sums.value);
+    else
+      store_rows<Config>(p, item, place, ring.staged() + place.group * Shape::kPartialBytes, sums.value);
+  }
+}
+
+// The warps that copy, `thread` counts theirs.
+template <class Config, bool kGateUp>
+__device__ __forceinline__ void grouped_copy(const GroupedParams& p, const CUtensorMap& weights,
+                                             const CUtensorMap& rows,
+                                             const GroupedRing<Config, kGateUp>& ring, int thread) {
+  using Shape = GroupedShape<Config, kGateUp>;
+  if (thread < 32)
+    BoxLoader<Config, kGateUp>(p, weights, rows, ring).run();
+  else if constexpr (Shape::kRowWarps > 0)
+    if (thread < 32 * Shape::kCopyWarps) RowLoader<Config, kGateUp>(p, ring, thread - 32).run();
 }
 
 template <class Config, bool kGateUp>
-__global__ void __launch_bounds__(GroupedShape<Config>::kThreads, 1)
+__global__ void __launch_bounds__(GroupedShape<Config, kGateUp>::kThreads,
+                                  GroupedShape<Config, kGateUp>::kPerSm)
     grouped_kernel(const __grid_constant__ GroupedParams p, const __grid_constant__ CUtensorMap weights,
                    const __grid_constant__ CUtensorMap rows) {
-  using Shape = GroupedShape<Config>;
+  using Shape = GroupedShape<Config, kGateUp>;
   extern __shared__ uint8_t raw[];
   uint8_t* smem = grouped_memory(raw);
+  const GroupedRing<Config, kGateUp> ring{copy::shared_address(smem)};
   if (threadIdx.x == 0) {
-    init_ring<Shape>(grouped_ring<Shape>(smem));
+    init_ring(ring);
     mbarrier::fence_init();
   }
   if (threadIdx.x == Shape::kComputing) {
@@ -108,28 +85,20 @@ __global__ void __launch_bounds__(GroupedShape<Config>::kThreads, 1)
     if constexpr (!kGateUp) tma::prefetch_map(&rows);
   }
   __syncthreads();
-  if (threadIdx.x >= Shape::kComputing && threadIdx.x % 32 == 0)
-    prefetch_first<Config, kGateUp>(p, weights, (int(threadIdx.x) - Shape::kComputing) / 32);
-  __syncwarp();
-  pdl::wait();
-  pdl::trigger();  // not before: a dependent looks at the plan, which is there now
-
   if (threadIdx.x >= Shape::kComputing) {
     if constexpr (Shape::kRaises) release_registers<Shape::kCopying>();
-    if constexpr (!kGateUp) global::fence_async();  // rows may have been written by threads
-    GroupedLoader<Config> loader(grouped_ring<Shape>(smem));
-    GroupedWalk walk(p);
-    GroupedItem item;
-    while (walk.next(item)) loader.template load<kGateUp>(p, weights, rows, item);
+    grouped_copy<Config, kGateUp>(p, weights, rows, ring, int(threadIdx.x) - Shape::kComputing);
   } else {
     if constexpr (Shape::kRaises) claim_registers<Shape::kRaised>();
-    grouped_compute<Config, kGateUp>(p, smem);
+    pdl::wait();
+    pdl::trigger();  // not before: a dependent looks at the plan, which is there now
+    grouped_compute<Config, kGateUp>(p, ring);
   }
 }
 
 template <class Config, bool kGateUp>
 struct GroupedLaunch {
-  using Shape = GroupedShape<Config>;
+  using Shape = GroupedShape<Config, kGateUp>;
 
   static cudaError_t prepare() {
     return cudaFuncSetAttribute(grouped_kernel<Config, kGateUp>, cudaFuncAttributeMaxDynamicSharedMemorySize,

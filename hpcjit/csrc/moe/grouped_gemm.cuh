@@ -21,6 +21,7 @@ struct GroupedGemmParams {
   int64_t x_scale_group_stride;
   int64_t out_stride;
   int64_t blocks;
+  int64_t most_tiles;
 };
 
 template <class Config>
@@ -45,6 +46,7 @@ struct GroupedGemm {
     g.scale_groups = int(ceil_div(p.depth, kScaleBlock));
     g.features = int(p.features);
     g.feature_tiles = int(ceil_div(p.features, kWeightRows));
+    g.most_tiles = int(p.most_tiles);
     g.out = p.out;
     g.out_stride = p.out_stride;
     return Launch::launch(g, p.weight, p.num_rows, p.blocks, stream);

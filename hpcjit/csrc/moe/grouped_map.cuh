@@ -29,7 +29,7 @@ inline cudaError_t encode_weights(CUtensorMap& map, const void* weights, int64_t
     constexpr cuuint32_t kBox[4] = {kStageK, 8, 2, kWeightRows / 16}, kSteps[4] = {1, 1, 1, 1};
     const CUresult status = encode(&map, kType, 4, const_cast<void*>(weights), sizes, strides, kBox, kSteps,
                                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
   }
 }
@@ -42,7 +42,7 @@ inline cudaError_t encode_rows(CUtensorMap& map, const void* rows, int64_t num_r
   constexpr int kBytes = kFp8 ? 1 : 2;
   constexpr auto kType = kFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   return encode_tensor_map<kType, kBytes>(map, {rows, num_rows, depth, stride * kBytes},
-                                          GroupedShape<Config>::kRowBox, kRowBytes / kBytes);
+                                          GroupedShape<Config, false>::kRowBox, kRowBytes / kBytes);
 }
 
 // The box of an item from column k on.
@@ -53,15 +53,6 @@ __device__ __forceinline__ void load_weights(uint32_t target, const CUtensorMap&
     tma::load(target, &map, k, 0, 2 * expert, feature_tile * (kWeightRows / 16), barrier);
   else
     tma::load(target, &map, k, expert * features + feature_tile * kWeightRows, barrier);
-}
-
-template <bool kGateUp>
-__device__ __forceinline__ void prefetch_weights(const CUtensorMap& map, int k, int expert, int feature_tile,
-                                                 int features) {
-  if constexpr (kGateUp)
-    tma::prefetch_box(&map, k, 0, 2 * expert, feature_tile * (kWeightRows / 16));
-  else
-    tma::prefetch_box(&map, k, expert * features + feature_tile * kWeightRows);
 }
 
 }  // namespace hpcjit::moe

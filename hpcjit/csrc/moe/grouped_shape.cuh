@@ -30,96 +30,97 @@ struct GroupedParams {
   int scale_groups;   // of a row
   int features;       // of the result
   int feature_tiles;  // items of a tile
-  // For the guess which weights a block will need first, and columns of them that are fetched on it.
-  const int32_t* topk_ids;
-  int64_t ids_stride;
-  int num_pairs, expert_offset, guessed_columns;
+  int most_tiles;     // for which `tiles` has room
+  bool planned;       // whether the plan was there when the launch before this one began
 };
 
-struct GroupedItem {
+// Up to kTokens rows of one expert, and 128 rows of its weights: kGateUp, 64 of gate and 64 of up.
+struct alignas(16) GroupedItem {
   int expert, first, rows, feature_tile;
 };
 
-// An item is up to kTokens rows of one expert and 128 rows of its weights: kGateUp, 64 of gate and 64 of up.
-template <class Config>
+template <class Config, bool kGateUp>
 struct GroupedShape {
   using weight_t = typename Config::weight_t;
   using partial_t = typename Config::partial_t;
   static constexpr bool kScaled = Config::kQuant != kQuantNone;
   static constexpr int kTokens = Config::kTokens;
   static constexpr int kRowBox = kTokens < 32 ? kTokens : 32;
-  static constexpr int kComputing = 256, kThreads = kComputing + 128;
+  // Warps that copy what does not come by TMA: gathered rows, scales. Each of their threads arrives at each stage, which
+  // takes time, so they are few.
+  static constexpr int kRowWarps = !kGateUp ? int(kScaled) : kTokens < 32 ? 1 : kTokens / 32;
+  static constexpr int kComputing = 256, kCopyWarps = 1 + kRowWarps;
+  // Where those that compute need more registers than they were launched with, whole warpgroups give and get.
+  static constexpr bool kRaises = kTokens > 64;
+  static constexpr int kThreads = kComputing + (kRaises ? (kCopyWarps + 3) / 4 * 128 : kCopyWarps * 32);
+  static constexpr int kCopying = kCopyWarps > 4 ? 80 : 56, kRaised = kCopyWarps > 4 ? 176 : 224;
+  static constexpr int kArrivals = 1 + 32 * kRowWarps;         // at a full barrier
+  static constexpr int kPerSm = kGateUp ? 1 : Config::kPerSm;  // blocks
   static constexpr int kStageK = kRowBytes / int(sizeof(weight_t));
-  // Scales of a row in a stage: of gate-up's rows, and of down's.
-  static constexpr int parts(bool gate_up) { return kScaled && !gate_up && Config::kHalfGroups ? 2 : 1; }
+  // Scales of a row in a stage.
+  static constexpr int kParts = kScaled && !kGateUp && Config::kHalfGroups ? 2 : 1;
   // Whether scales of rows differ along K; otherwise they come with the last stage of an item.
-  static constexpr bool by_group(bool gate_up) {
-    return Config::kQuant == kQuantBlock || parts(gate_up) == 2;
-  }
+  static constexpr bool kByGroup = Config::kQuant == kQuantBlock || kParts == 2;
 
   static constexpr int max(int a, int b) { return a > b ? a : b; }
   static constexpr int kStageBytes = kWeightBytes + kTokens * kRowBytes;
-  static constexpr int kScaleFloats =
-      kScaled ? parts(false) * kTokens + 4 : 0;  // of the rows, and of weights
+  // Beside the data of a stage: its item; scales of the rows, and of weights: those of the item's rows, or two.
+  static constexpr int kItemFloats = sizeof(GroupedItem) / 4;
+  static constexpr int kWeightScales = Config::kQuant == kQuantChannel ? kWeightRows : 4;
+  static constexpr int kSideFloats = kItemFloats + (kScaled ? kParts * kTokens + kWeightScales : 0);
   static constexpr int kHiddenPitch = kHidden * int(sizeof(weight_t)) + 16;
   static constexpr int kHiddenBytes = kTokens * kHiddenPitch;
   static constexpr int kMaxima = 9 * kTokens * 4;                              // of each warp; inverse scales
   static constexpr int kPartialBytes = kTokens * 64 * int(sizeof(partial_t));  // of a warpgroup
-  static constexpr int kStaged = max(kHiddenBytes + kMaxima, 2 * kPartialBytes);
-  static constexpr int kPerStage = kStageBytes + kScaleFloats * 4 + 16;
-  static constexpr int kBudget = 227 * 1024 - 1024;  // and for alignment
+  static constexpr int kStaged = kGateUp ? kHiddenBytes + kMaxima : 2 * kPartialBytes;
+  static constexpr int kPerStage = kStageBytes + kSideFloats * 4 + 16;
+  static constexpr int kBudget = 228 * 1024 / kPerSm - 2048;  // what a block takes besides, and for alignment
   static constexpr int kFit = (kBudget - kStaged) / kPerStage;
   static constexpr int kStages = kFit < 12 ? kFit : 12;
   static constexpr int kStagedAt = kStages * kStageBytes;
-  static constexpr int kScales = kStagedAt + kStaged;
-  static constexpr int kBarriers = kScales + kStages * kScaleFloats * 4;
+  static constexpr int kSide = kStagedAt + kStaged;
+  static constexpr int kBarriers = kSide + kStages * kSideFloats * 4;
   static constexpr int kSmem = kBarriers + kStages * 16 + 1024;
-  // Registers of a thread where those that compute need more than they were launched with.
-  static constexpr bool kRaises = kTokens > 64;
-  static constexpr int kCopying = 56, kRaised = 224;
   static_assert(kStages >= 3 && kTokens <= 128 && kTokens % 16 == 0);
 };
 
-// Where a thread is in a ring of kStages, whose barriers (full, empty) follow each other.
-template <int kStages>
+// Where a thread is in the ring; barriers of a stage (full, empty) follow each other. `base` is the start of shared memory.
+template <class Config, bool kGateUp>
 struct GroupedRing {
-  uint32_t data, barriers;
+  using Shape = GroupedShape<Config, kGateUp>;
+  uint32_t base;
   int stage = 0;
   uint32_t parity = 0;
 
-  __device__ uint32_t full() const { return barriers + stage * 16; }
-  __device__ uint32_t empty() const { return barriers + stage * 16 + 8; }
+  __device__ uint32_t stage_data() const { return base + stage * Shape::kStageBytes; }
+  __device__ uint32_t side() const { return base + Shape::kSide + stage * (Shape::kSideFloats * 4); }
+  template <class T>
+  __device__ static T* at(uint32_t address) {
+    return static_cast<T*>(__cvta_shared_to_generic(address));
+  }
+  __device__ GroupedItem* item() const { return at<GroupedItem>(side()); }
+  __device__ uint8_t* staged() const { return at<uint8_t>(base + Shape::kStagedAt); }
+  __device__ uint32_t full() const { return base + Shape::kBarriers + stage * 16; }
+  __device__ uint32_t empty() const { return full() + 8; }
   __device__ void advance() {
-    if (++stage == kStages) {
+    if (++stage == Shape::kStages) {
       stage = 0;
       parity ^= 1;
     }
   }
 };
 
-// The items of a block: tile by tile, all features of a tile before the next. A tile is read an item ahead.
-class GroupedWalk {
- public:
-  __device__ explicit GroupedWalk(const GroupedParams& p)
-      : tiles_(p.tiles),
-        features_(p.feature_tiles),
-        item_(blockIdx.x),
-        items_(*p.num_tiles * p.feature_tiles) {
-    if (item_ < items_) ahead_ = tiles_[item_ / features_];
-  }
+// A thread's place among those that compute. kGateUp: sums i < 2 are of gate, others of up, of the same feature.
+template <bool kGateUp>
+struct GroupedPlace {
+  int group, warp, lane;  // the warpgroup, which has half of the item's features; in it
 
-  __device__ bool next(GroupedItem& item) {
-    if (item_ >= items_) return false;
-    item = {int(ahead_.x), int(ahead_.y), int(ahead_.z), item_ % features_};
-    item_ += gridDim.x;
-    if (item_ < items_) ahead_ = tiles_[item_ / features_];
-    return true;
+  __device__ explicit GroupedPlace(int thread)
+      : group(thread / 128), warp(thread / 32 % 4), lane(thread % 32) {}
+  __device__ int feature(int i) const {  // of sum i, in the item
+    return kGateUp ? 32 * group + 8 * warp + lane / 4 : 64 * group + 16 * warp + lane / 4 + (i & 2) * 4;
   }
-
- private:
-  const uint4* tiles_;
-  int features_, item_, items_;
-  uint4 ahead_ = {};
+  __device__ int column(int i) const { return 8 * (i / 4) + 2 * (lane % 4) + (i & 1); }
 };
 
 }  // namespace hpcjit::moe

@@ -9,49 +9,6 @@ namespace hpcjit::moe {
 
 constexpr int kBothGroups = 3;  // barrier of the warpgroups that compute; each one's own is 1 + its number
 
-// A thread's place among those that compute. kGateUp: sums i < 2 are of gate, others of up, of the same feature.
-template <bool kGateUp>
-struct GroupedPlace {
-  int group, warp, lane;
-  __device__ int feature(int i) const {  // of sum i, in the item
-    return kGateUp ? 32 * group + 8 * warp + lane / 4 : 64 * group + 16 * warp + lane / 4 + (i & 2) * 4;
-  }
-  __device__ int column(int i) const { return 8 * (i / 4) + 2 * (lane % 4) + (i & 1); }
-};
-
-// FP8 without blocks: the scales of the thread's two rows of weights, asked for before they are needed.
-template <class Config, bool kGateUp>
-class FeatureScales {
-  static constexpr bool kAny = Config::kQuant == kQuantTensor || Config::kQuant == kQuantChannel;
-
- public:
-  __device__ __forceinline__ FeatureScales(const GroupedParams& p, const GroupedItem& item,
-                                           const GroupedPlace<kGateUp>& place) {
-    if constexpr (kAny) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        int64_t index = item.expert;
-        if constexpr (Config::kQuant == kQuantChannel) {
-          const int feature = item.feature_tile * (kGateUp ? kHidden : kWeightRows) + place.feature(2 * half);
-          index = (kGateUp ? index * 2 + half : index) * p.features + min(feature, p.features - 1);
-        }
-        scale_[half] = p.weight_scale[index];
-      }
-    }
-  }
-
-  template <int n>
-  __device__ __forceinline__ void apply(float (&value)[n]) const {
-    if constexpr (kAny) {
-#pragma unroll
-      for (int i = 0; i < n; ++i) value[i] *= scale_[i % 4 / 2];
-    }
-  }
-
- private:
-  float scale_[2];
-};
-
 // Results of 64 features of a warpgroup to shared memory: [token][64], the 16-byte pieces of each 128 bytes of a row swapped
 // by the row's number, so that those of eight rows lie in different banks.
 template <class row_t, int n>
@@ -108,7 +65,7 @@ __device__ __forceinline__ void store_rows(const GroupedParams& p, const Grouped
 // each row and 64 features, whose maximum the eight warps find together.
 template <class Config, int n>
 class HiddenStore {
-  using Shape = GroupedShape<Config>;
+  using Shape = GroupedShape<Config, true>;
   using weight_t = typename Config::weight_t;
   static constexpr int kColumns = Shape::kTokens;
 

@@ -12,72 +12,84 @@ namespace hpcjit::moe {
 // A thread's sums: value[4 j + i] is of row (i < 2 ? g : g + 8) of its warp's 16, column 8 j + 2 t + i % 2.
 template <class Config, bool kGateUp>
 class GroupedSums {
-  using Shape = GroupedShape<Config>;
+  using Shape = GroupedShape<Config, kGateUp>;
   using weight_t = typename Config::weight_t;
-  static constexpr int kParts = Shape::parts(kGateUp), kSteps = 4 / kParts;  // steps of 32 bytes of K
-  static constexpr bool kScaled = Shape::kScaled, kByGroup = Shape::by_group(kGateUp);
+  static constexpr int kParts = Shape::kParts, kSteps = 4 / kParts;  // steps of 32 bytes of K
+  static constexpr bool kScaled = Shape::kScaled, kByGroup = Shape::kByGroup;
   // FP8 sums leave the tensor cores, which keep some 14 bits of them, after so many stages, or where scales change.
   static constexpr int kChain = 4;
 
  public:
   static constexpr int kSums = Shape::kTokens / 2;
-  using Ring = GroupedRing<Shape::kStages>;
+  using Ring = GroupedRing<Config, kGateUp>;
   float value[kSums];
 
-  // `scales` of all stages.
-  __device__ GroupedSums(const float* scales, int group, int lane)
-      : scales_(scales), group_(group), lane_(lane) {}
+  __device__ explicit GroupedSums(const GroupedPlace<kGateUp>& place) : place_(place) {}
 
-  // Over all stages of an item with `rows` rows.
-  __device__ __forceinline__ void accumulate(Ring& ring, int depth, int rows) {
-    const int stages = (depth + Shape::kStageK - 1) / Shape::kStageK;
-    if constexpr (Shape::kTokens < 128) {
-      accumulate<Shape::kTokens>(ring, depth, stages);
-    } else {
-      if (rows <= 32) return accumulate<32>(ring, depth, stages);
-      if (rows <= 64) return accumulate<64>(ring, depth, stages);
-      if (rows <= 96) return accumulate<96>(ring, depth, stages);
-      accumulate<128>(ring, depth, stages);
-    }
+  // Over all stages of the item that the ring has come to, if there is one; it is put into `item`.
+  __device__ __forceinline__ bool next(Ring& ring, int depth, GroupedItem& item) {
+    mbarrier::wait(ring.full(), ring.parity);
+    if (ring.item()->expert < 0) return false;
+    const Ring last = accumulate(ring, depth, ring.item()->rows);
+    if constexpr (kScaled && !kByGroup) scale_rows(last);
+    scale_features(last);
+    item = *last.item();
+    hand_back(last);
+    return true;
   }
 
  private:
+  // Returns the last stage, which is left to be handed back.
+  __device__ __forceinline__ Ring accumulate(Ring& ring, int depth, int rows) {
+    if constexpr (Shape::kTokens == 128) {
+      if (rows <= 32) return accumulate<32>(ring, depth);
+      if (rows <= 64) return accumulate<64>(ring, depth);
+      if (rows <= 96) return accumulate<96>(ring, depth);
+    }
+    return accumulate<Shape::kTokens>(ring, depth);
+  }
+
   template <int kColumns>
-  __device__ __forceinline__ void accumulate(Ring& ring, int depth, int stages) {
+  __device__ __forceinline__ Ring accumulate(Ring& ring, int depth) {
     auto& total = reinterpret_cast<float (&)[kColumns / 2]>(value);
 #pragma unroll
     for (int i = 0; i < kSums; ++i) value[i] = 0.f;
     wgmma::hold(value);
+    Ring last = ring;
     if constexpr (kByGroup) {
 #pragma unroll 1
-      for (int k = 0; k < stages; ++k) {
+      for (int left = depth;; left -= Shape::kStageK) {
         wait_full(ring);
-        multiply_groups<kColumns>(total, ring, depth - k * Shape::kStageK);
-        hand_back(ring);
+        multiply_groups<kColumns>(total, ring, left);
+        last = ring;
         ring.advance();
+        if (left <= Shape::kStageK) return last;
+        hand_back(last);
       }
     } else {
-      bool add = false;
-#pragma unroll 1
-      for (; stages >= kChain; stages -= kChain, add = true)
-        add_chain<kColumns, kChain>(total, ring, stages == kChain, add);
-#pragma unroll 1
-      for (; stages > 0; --stages, add = true) add_chain<kColumns, 1>(total, ring, stages == 1, add);
+      int stages = (depth + Shape::kStageK - 1) / Shape::kStageK;
+      add_chains<kColumns, kChain>(total, ring, last, stages, false);
+      add_chains<kColumns, 1>(total, ring, last, stages, depth >= kChain * Shape::kStageK);
+      return last;
     }
   }
 
+  // As many chains of kStages stages as are left.
   template <int kColumns, int kStages>
-  __device__ __forceinline__ void add_chain(float (&total)[kColumns / 2], Ring& ring, bool is_last,
-                                            bool add) {
-    if constexpr (kScaled) {
-      float sums[kColumns / 2];
-      const Ring last = multiply_chain<kColumns, kStages>(sums, ring, false);
+  __device__ __forceinline__ void add_chains(float (&total)[kColumns / 2], Ring& ring, Ring& last,
+                                             int& stages, bool add) const {
+#pragma unroll 1
+    for (; stages >= kStages; add = true) {
+      if constexpr (kScaled) {
+        float sums[kColumns / 2];
+        last = multiply_chain<kColumns, kStages>(sums, ring, false);
 #pragma unroll
-      for (int i = 0; i < kColumns / 2; ++i) total[i] += sums[i];
-      if (is_last) scale_rows(total, last);
-      hand_back(last);
-    } else {
-      hand_back(multiply_chain<kColumns, kStages>(total, ring, add));
+        for (int i = 0; i < kColumns / 2; ++i) total[i] += sums[i];
+      } else {
+        last = multiply_chain<kColumns, kStages>(total, ring, add);
+      }
+      stages -= kStages;
+      if (stages > 0) hand_back(last);
     }
   }
 
@@ -89,7 +101,7 @@ class GroupedSums {
 
   __device__ __forceinline__ void hand_back(const Ring& ring) const {
     __syncwarp();  // all lanes have read the scales
-    mbarrier::arrive_if(lane_ == 0, ring.empty());
+    mbarrier::arrive_if(place_.lane == 0, ring.empty());
   }
 
   // Products of kStages stages, of which the last, which is returned, is left to be handed back.
@@ -105,7 +117,7 @@ class GroupedSums {
       wgmma::commit();
       if (k > 0) {
         wgmma::wait<1>();
-        mbarrier::arrive_if(lane_ == 0, last.empty());
+        mbarrier::arrive_if(place_.lane == 0, last.empty());
       }
       last = ring;
       ring.advance();
@@ -119,7 +131,7 @@ class GroupedSums {
   template <int kColumns>
   __device__ __forceinline__ void multiply_groups(float (&total)[kColumns / 2], const Ring& ring,
                                                   int left) const {
-    constexpr int kTogether = kColumns <= 64 ? kParts : 1;
+    constexpr int kTogether = kColumns * Shape::kPerSm <= 64 ? kParts : 1;
 #pragma unroll
     for (int first = 0; first < kParts; first += kTogether) {
       if (first > 0 && left <= first * (Shape::kStageK / kParts)) break;
@@ -143,8 +155,8 @@ class GroupedSums {
   template <int kColumns, int kNumber>
   __device__ __forceinline__ void start(float (&sums)[kColumns / 2], const Ring& ring, int begin,
                                         bool add) const {
-    const uint32_t stage = ring.data + ring.stage * Shape::kStageBytes;
-    const uint64_t weights = wgmma::descriptor<kRowBytes>(stage + group_ * (kWeightBytes / 2));
+    const uint32_t stage = ring.stage_data();
+    const uint64_t weights = wgmma::descriptor<kRowBytes>(stage + place_.group * (kWeightBytes / 2));
     const uint64_t rows = wgmma::descriptor<kRowBytes>(stage + kWeightBytes);
 #pragma unroll
     for (int i = 0; i < kNumber; ++i) {
@@ -153,19 +165,24 @@ class GroupedSums {
     }
   }
 
-  __device__ __forceinline__ const float* scales_of(const Ring& ring) const {
-    return scales_ + ring.stage * Shape::kScaleFloats;
+  __device__ __forceinline__ const float* side_of(const Ring& ring) const {
+    return Ring::template at<float>(ring.side());
+  }
+  __device__ __forceinline__ const float* row_scales_of(const Ring& ring, int part) const {
+    return side_of(ring) + Shape::kItemFloats + part * Shape::kTokens + 2 * (place_.lane % 4);
+  }
+  __device__ __forceinline__ const float* weight_scales_of(const Ring& ring) const {
+    return side_of(ring) + Shape::kSideFloats - Shape::kWeightScales;
   }
 
   // Scaled by row, and by block of weights.
   template <int kColumns>
   __device__ __forceinline__ void promote(float (&total)[kColumns / 2], const float (&sums)[kColumns / 2],
                                           const Ring& ring, int part) const {
-    const float* scales = scales_of(ring);
     float2 weight = make_float2(1.f, 1.f);
     if constexpr (Config::kQuant == kQuantBlock)
-      weight = *reinterpret_cast<const float2*>(scales + Shape::kScaleFloats - 4);
-    const float* own = scales + part * Shape::kTokens + 2 * (lane_ % 4);
+      weight = *reinterpret_cast<const float2*>(weight_scales_of(ring));
+    const float* own = row_scales_of(ring, part);
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
       const float2 row = *reinterpret_cast<const float2*>(own + 8 * j);
@@ -178,19 +195,31 @@ class GroupedSums {
     }
   }
 
-  template <int n>
-  __device__ __forceinline__ void scale_rows(float (&total)[n], const Ring& ring) const {
-    const float* own = scales_of(ring) + 2 * (lane_ % 4);
+  __device__ __forceinline__ void scale_rows(const Ring& ring) {
+    const float* own = row_scales_of(ring, 0);
 #pragma unroll
-    for (int j = 0; j < n / 4; ++j) {
+    for (int j = 0; j < kSums / 4; ++j) {
       const float2 row = *reinterpret_cast<const float2*>(own + 8 * j);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) total[4 * j + i] *= i % 2 ? row.y : row.x;
+      for (int i = 0; i < 4; ++i) value[4 * j + i] *= i % 2 ? row.y : row.x;
     }
   }
 
-  const float* scales_;
-  int group_, lane_;
+  // FP8 without blocks of weights: by a scale of all of them, or of a thread's two features.
+  __device__ __forceinline__ void scale_features(const Ring& ring) {
+    if constexpr (Config::kQuant == kQuantTensor || Config::kQuant == kQuantChannel) {
+      const float* own = weight_scales_of(ring);
+      float scale[2] = {own[0], own[0]};
+      if constexpr (Config::kQuant == kQuantChannel) {
+        scale[0] = own[place_.feature(0)];
+        scale[1] = own[kGateUp ? kHidden + place_.feature(0) : place_.feature(2)];
+      }
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) value[i] *= scale[i % 4 / 2];
+    }
+  }
+
+  const GroupedPlace<kGateUp>& place_;
 };
 
 }  // namespace hpcjit::moe

@@ -47,7 +47,7 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, const void* data, const c
   constexpr cuuint32_t kSteps[3] = {1, 1, 1};
   const auto swizzle = box[0] * kElementBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   const CUresult status = encode(&map, kType, kRank, const_cast<void*>(data), sizes, strides, box, kSteps,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }

@@ -18,6 +18,7 @@ _SMEM = 227 * 1024
 _PREFETCH = 64 << 10  # bytes that a block fetches to L2 while it makes the plan,
 _PREFETCHED = 32 << 20  # where all that is needed stays there until it is
 _MOST_ROWS = 0.5  # of an expert, were all even, up to which one launch wins (docs/perf/fused_moe_mono.md)
+_LONGEST = 1024  # intermediate sizes with which it does; at 1536 it is even, at 2048 behind
 _MIN_STAGES = {1: 3, 2: 4}  # of the ring, by groups
 _PART = 256  # bytes of K of a down slot
 _EXPERTS_STEP = 32  # a config serves so many numbers of experts
@@ -137,7 +138,8 @@ def _workspace(a: FusedMoeArgs) -> Workspace:
 
 def pays(a: FusedMoeArgs) -> bool:
     """Whether it was measured to be the faster way: it costs less to start, and reads weights more slowly."""
-    return a.topk_ids.numel() <= _MOST_ROWS * (a.num_global_experts or a.num_experts)
+    few = a.topk_ids.numel() <= _MOST_ROWS * (a.num_global_experts or a.num_experts)
+    return few and a.intermediate_size <= _LONGEST
 
 
 def _chosen_bytes(a: FusedMoeArgs) -> int:

@@ -9,7 +9,7 @@ from hpcjit.build import Config, Template
 from hpcjit.jit_op import Plan
 from hpcjit.ops.moe import _fused_moe_mono
 from hpcjit.ops.moe._fused_moe_args import ACTIVATIONS, BLOCK, HIDDEN_GROUP, QUANT, FusedMoeArgs, ceil_div
-from hpcjit.ops.moe._fused_moe_space import Workspace, call_values, max_tiles, quantise_mode
+from hpcjit.ops.moe._fused_moe_space import Workspace, call_values, down_per_sm, max_tiles, quantise_mode
 from hpcjit.ops.moe._pair_sort import Sorters, sorters
 
 _WIDE_PAIRS = 512  # so many rows between down and their sums are float32; more of them, bfloat16, which takes less time
@@ -26,6 +26,7 @@ class FusedMoeConfig(Config):
     quant: int = 1
     quantise: int = 0
     tokens: int = 16
+    per_sm: int = 1  # blocks of down
     activation: int = 1
     plan_threads: int = 1024
     plan_clustered: bool = False
@@ -49,7 +50,7 @@ FUSED_MOE = Template(
         *("num_tokens", "top_k", "num_experts", "expert_offset", "hidden_size", "intermediate_size"),
         *("x_stride", "x_scale_token_stride", "x_scale_group_stride"),
         *("ids_stride", "weights_stride", "shared_stride", "out_stride"),
-        *("plan_blocks", "gate_up_blocks", "down_blocks"),
+        *("plan_blocks", "most_tiles", "gate_up_blocks", "down_blocks"),
         *("at_counts", "at_sorted", "at_position", "at_tiles"),
         *("at_x", "at_x_scale", "at_hidden", "at_hidden_scale", "at_rows"),
     ),
@@ -71,6 +72,7 @@ def _config(op: str, a: FusedMoeArgs, by: Sorters) -> FusedMoeConfig:
         quant=QUANT.index(a.quant),
         quantise=quantise_mode(a),
         tokens=rows,
+        per_sm=down_per_sm(rows),
         activation=1 + ACTIVATIONS.index(a.activation),
         plan_threads=by.threads,
         plan_clustered=by.clustered,
@@ -115,8 +117,9 @@ def chain_plan(op: str, a: FusedMoeArgs) -> Plan:
     down_items = tiles * ceil_div(a.x.shape[1], _DOWN_FEATURES)
     values = call_values(op, a, config.quantise) | {
         "plan_blocks": by.blocks,
+        "most_tiles": tiles,
         "gate_up_blocks": min(resident, gate_up_items),
-        "down_blocks": min(resident, down_items),
+        "down_blocks": min(resident * config.per_sm, down_items),
         **space.offsets,
     }
     return Plan(FUSED_MOE, config, values, workspace_bytes=space.size)

@@ -75,3 +75,8 @@ def call_values(op: str, a: FusedMoeArgs, quantise: int) -> dict[str, int | floa
     }
     absent = (name for name in ("x_scale", "w13_scale", "w2_scale", "shared_output") if getattr(a, name) is None)
     return values | dict.fromkeys(absent, 0)
+
+
+def down_per_sm(tile_rows: int) -> int:
+    """Blocks of a product with rows that lie behind each other: one adds up and stores while another multiplies."""
+    return 2 if tile_rows <= 64 else 1

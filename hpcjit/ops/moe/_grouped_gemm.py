@@ -16,7 +16,7 @@ from hpcjit.ops._tensors import compiling, distinct, overwrites_none, require
 from hpcjit.ops.gemm._router_gemm import tf32
 from hpcjit.ops.moe import _fused_moe_args, _fused_moe_reference
 from hpcjit.ops.moe._fused_moe_args import BLOCK, MAX_EXPERTS, MAX_PAIRS, MAX_SIZE, QUANT, ceil_div
-from hpcjit.ops.moe._fused_moe_space import row_stride
+from hpcjit.ops.moe._fused_moe_space import down_per_sm, row_stride
 
 TILE_ROWS = (16, 32, 64, 128)
 _FEATURES = 128  # of an item
@@ -29,6 +29,7 @@ class GroupedGemmConfig(Config):
     partial_t: str = "bf16"
     quant: int = 1
     tokens: int = 16
+    per_sm: int = 1
     half_groups: bool = False
     pdl: bool = True
 
@@ -42,7 +43,7 @@ GROUPED_GEMM = Template(
         *("x", "x_scale", "weight", "weight_scale", "tiles", "num_tiles", "out"),
         *("num_rows", "num_experts", "depth", "features"),
         *("x_stride", "x_scale_row_stride", "x_scale_group_stride", "out_stride"),
-        "blocks",
+        *("blocks", "most_tiles"),
     ),
 )
 
@@ -136,7 +137,9 @@ class GroupedGemmOp(JitOp):
             weight_t="bf16" if a.quant == "bf16" else "e4m3",
             quant=QUANT.index(a.quant),
             tokens=a.tile_rows,
+            per_sm=down_per_sm(a.tile_rows),
         )
+        resident = tune.sm_count(a.x.device) * config.per_sm
         scaled = a.x_scale is not None and a.x_scale.numel() > 1
         values: dict[str, int | float | str] = {
             "num_rows": a.x.shape[0],
@@ -147,7 +150,8 @@ class GroupedGemmOp(JitOp):
             "x_scale_row_stride": a.x_scale.stride(0) if a.x_scale is not None and scaled else 0,
             "x_scale_group_stride": a.x_scale.stride(1) if a.x_scale is not None and a.quant == "fp8_block" else 0,
             "out_stride": row_stride(a.out),
-            "blocks": min(tune.sm_count(a.x.device), a.tiles.shape[0] * ceil_div(features, _FEATURES)),
+            "most_tiles": a.tiles.shape[0],
+            "blocks": min(resident, a.tiles.shape[0] * ceil_div(features, _FEATURES)),
         }
         for name in ("x_scale", "weight_scale"):
             if getattr(a, name) is None:

@@ -59,16 +59,4 @@ __device__ __forceinline__ void load_to(uint16_t mask, uint32_t target, const vo
       : "memory");
 }
 
-// A hint, as prefetch_l2 is.
-__device__ __forceinline__ void prefetch_box(const void* map, int column, int row) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row)
-               : "memory");
-}
-
-__device__ __forceinline__ void prefetch_box(const void* map, int column, int row, int third, int fourth) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(column),
-               "r"(row), "r"(third), "r"(fourth)
-               : "memory");
-}
-
 }  // namespace hpcjit::tma
