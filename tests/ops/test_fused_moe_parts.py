@@ -122,6 +122,40 @@ class TestGroupedGemm:
         a = GroupedGemmArgs(*grouped_args(m, 40, 4, 64, 128, 16))
         assert multiply(m, a, num_tiles=a.num_tiles * 0).isnan().all()
 
+    @pytest.mark.parametrize("expert", [-1, -1000])
+    def test_tile_of_nobody(self, m: Maker, expert: int):
+        """The call ends, and other tiles are what they are without it. It was taken for the end of all tiles once."""
+        a = GroupedGemmArgs(*grouped_args(m, 48, 4, 136, 256, 16, "bf16"))
+        tiles = torch.tensor([[0, 0, 16, 0], [1, 16, 16, 0], [2, 32, 16, 0]], dtype=torch.int32, device=m.device)
+        count = a.num_tiles.clone().fill_(3)
+        expected = multiply(m, a, tiles=tiles, num_tiles=count)
+        if m.device.type == "cuda":
+            tiles[1, 0] = expert
+        found = multiply(m, a, tiles=tiles, num_tiles=count)
+        assert same_bits(found[:16], expected[:16])
+        assert same_bits(found[32:], expected[32:])
+
+    def test_more_rows_than_a_tile_has(self, m: Maker):
+        a = GroupedGemmArgs(*grouped_args(m, 48, 4, 136, 256, 16, "bf16"))
+        tiles = torch.tensor([[0, 0, 40, 0]], dtype=torch.int32, device=m.device)
+        found = multiply(m, a, tiles=tiles, num_tiles=a.num_tiles.clone().fill_(1))
+        assert found[:16].isfinite().all()
+        assert found[16:].isnan().all()
+
+    def test_more_tiles_than_there_are(self, m: Maker):
+        a = GroupedGemmArgs(*grouped_args(m, 48, 4, 136, 256, 16, "bf16"))
+        tiles = torch.tensor([[3, 0, 16, 0], [1, 16, 9, 0]], dtype=torch.int32, device=m.device)
+        expected = multiply(m, a, tiles=tiles, num_tiles=a.num_tiles.clone().fill_(2))
+        found = multiply(m, a, tiles=tiles, num_tiles=a.num_tiles.clone().fill_(2**30))
+        assert same_bits(found, expected)
+
+    def test_out_in_the_memory_of_a_scale(self, m: Maker):
+        a = GroupedGemmArgs(*grouped_args(m, 40, 4, 64, 128, 16))
+        memory = m.normal(a.out.numel(), dtype=torch.float32)
+        out = memory.view(torch.bfloat16)[: a.out.numel()].view_as(a.out)
+        with rejects(GEMM, "out", out):
+            multiply(m, a, x_scale=memory[:1], out=out)
+
     @pytest.mark.parametrize("kind", ["bf16", "fp8_block"])
     def test_refused(self, m: Maker, kind: str):
         a = GroupedGemmArgs(*grouped_args(m, 40, 4, 192, 256, 16, kind))

@@ -7,7 +7,7 @@
 //   combine   out[t] = sum of weight * row over the token's pairs, + shared_output   fused_moe_rows.cuh
 //
 // Each waits for the one before it (pdl::wait), which had waited for its own predecessor, so all earlier results are there
-// as well. Nothing is read by the host: grids depend on shapes alone. All that passes from one to the next lies in the
+// as well. Down reads the plan and asks for weights before it waits: gate-up triggers only when it has waited for the plan. Nothing is read by the host: grids depend on shapes alone. All that passes from one to the next lies in the
 // workspace, at the offsets `at_...`; none of it needs to be cleared.
 #pragma once
 #include "moe/fused_moe_rows.cuh"
@@ -59,9 +59,6 @@ struct FusedMoeParams {
 template <class Config>
 struct FusedMoe {
   using Params = FusedMoeParams;
-  using weight_t = typename Config::weight_t;
-  using Shape = GroupedShape<Config, true>;
-  static constexpr bool kScaled = Config::kQuant != kQuantNone;
 
   static cudaError_t prepare() {
     cudaFuncAttributes attributes;
@@ -161,8 +158,6 @@ struct FusedMoe {
     g.feature_tiles = int(ceil_div(p.hidden_size, kWeightRows));
     g.out = at<void>(p, p.at_rows);
     g.out_stride = p.hidden_size;
-
-    g.planned = true;
     return g;
   }
 
@@ -186,7 +181,9 @@ struct FusedMoe {
     cudaError_t status = quantise(p, stream);
     if (status == cudaSuccess) status = plan(p, stream);
     if (status != cudaSuccess) return status;
-    const GroupedParams first = gate_up(p), second = down(p);
+    const GroupedParams first = gate_up(p);
+    GroupedParams second = down(p);
+    second.planned = true;  // gate-up lets it start when the plan is there
     status = GroupedLaunch<Config, true>::launch(first, p.w13, 0, p.gate_up_blocks, stream);
     if (status == cudaSuccess)
       status =

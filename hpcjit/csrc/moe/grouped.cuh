@@ -8,7 +8,7 @@
 // first two warpgroups copy to a ring of kStages in shared memory, 128 bytes of K each: a box of weights, the rows, their
 // scales (full and empty barriers). They run ahead into the next item while the others finish theirs. Each of those two
 // multiplies 64 rows of weights with all rows of the tile; one scales and adds while the other's products run. They read
-// nothing from global memory: it would take longer than an item of down. Of down two blocks share an SM where they fit.
+// no scales and no plan from global memory: that would take longer than an item of down. Of down two blocks share an SM where they fit.
 //
 // FP8 sums leave the tensor cores after 512 of K, or where scales change (128, 64 of the hidden activation), and are scaled
 // and added in fp32.

@@ -35,16 +35,16 @@ class BoxLoader {
     if (p_.planned) {
       Ring ring = ring_;
       bool more = true;
-      for (GroupedWalk walk(p_); __shfl_sync(~0u, more, 0) && walk.next(item);)
+      for (GroupedWalk<Shape::kTokens> walk(p_); __shfl_sync(~0u, more, 0) && walk.next(item);)
         if (leads()) more = begin(item, ring);
     }
     pdl::wait();
     if constexpr (!kGateUp) global::fence_async();  // rows may have been written by threads
-    for (GroupedWalk walk(p_); walk.next(item);)
+    for (GroupedWalk<Shape::kTokens> walk(p_); walk.next(item);)
       if (leads()) load(item);
     if (leads()) {
       mbarrier::wait(ring_.empty(), ring_.parity ^ 1);
-      ring_.item()->expert = -1;
+      ring_.item()->feature_tile = kNoItem;
       mbarrier::arrive(ring_.full());
     }
   }
@@ -196,7 +196,7 @@ class RowLoader {
     pdl::wait();
     const int stages = (p_.depth + Shape::kStageK - 1) / Shape::kStageK;
     GroupedItem item;
-    for (GroupedWalk walk(p_); walk.next(item);) {
+    for (GroupedWalk<Shape::kTokens> walk(p_); walk.next(item);) {
       if constexpr (kGateUp) find_rows(item);
 #pragma unroll 1
       for (int k = 0; k < stages; ++k) {

@@ -11,6 +11,9 @@
 
 namespace hpcjit::moe {
 
+// With 256 bytes, the other half comes too early: 5 % of the time of gate-up (docs/perf/fused_moe.md).
+constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+
 template <class Config, bool kGateUp>
 inline cudaError_t encode_weights(CUtensorMap& map, const void* weights, int64_t experts, int64_t features,
                                   int64_t depth) {
@@ -19,7 +22,7 @@ inline cudaError_t encode_weights(CUtensorMap& map, const void* weights, int64_t
   constexpr auto kType = kFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   if constexpr (!kGateUp) {
     return encode_tensor_map<kType, kBytes>(map, {weights, experts * features, depth, depth * kBytes},
-                                            kWeightRows, kStageK);
+                                            kWeightRows, kStageK, kPromotion);
   } else {
     const EncodeTensorMap encode = tensor_map_encoder();
     if (encode == nullptr) return cudaErrorNotSupported;
@@ -28,8 +31,8 @@ inline cudaError_t encode_weights(CUtensorMap& map, const void* weights, int64_t
     const cuuint64_t strides[3] = {row, cuuint64_t(features) * row, 8 * row};
     constexpr cuuint32_t kBox[4] = {kStageK, 8, 2, kWeightRows / 16}, kSteps[4] = {1, 1, 1, 1};
     const CUresult status = encode(&map, kType, 4, const_cast<void*>(weights), sizes, strides, kBox, kSteps,
-                                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, kPromotion,
+                                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
   }
 }
@@ -42,7 +45,8 @@ inline cudaError_t encode_rows(CUtensorMap& map, const void* rows, int64_t num_r
   constexpr int kBytes = kFp8 ? 1 : 2;
   constexpr auto kType = kFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   return encode_tensor_map<kType, kBytes>(map, {rows, num_rows, depth, stride * kBytes},
-                                          GroupedShape<Config, false>::kRowBox, kRowBytes / kBytes);
+                                          GroupedShape<Config, false>::kRowBox, kRowBytes / kBytes,
+                                          kPromotion);
 }
 
 // The box of an item from column k on.

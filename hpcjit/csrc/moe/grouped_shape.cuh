@@ -31,13 +31,15 @@ struct GroupedParams {
   int features;       // of the result
   int feature_tiles;  // items of a tile
   int most_tiles;     // for which `tiles` has room
-  bool planned;       // whether the plan was there when the launch before this one began
+  bool planned;       // whether the plan was there when the launch before this one let this one start
 };
 
-// Up to kTokens rows of one expert, and 128 rows of its weights: kGateUp, 64 of gate and 64 of up.
+// Up to kTokens rows of one expert, and 128 rows of its weights: kGateUp, 64 of gate and 64 of up. Tiles may come from a
+// caller and hold anything, so what says that no item follows stands where no tile does.
 struct alignas(16) GroupedItem {
   int expert, first, rows, feature_tile;
 };
+constexpr int kNoItem = -1;  // feature_tile
 
 template <class Config, bool kGateUp>
 struct GroupedShape {
@@ -64,7 +66,7 @@ struct GroupedShape {
 
   static constexpr int max(int a, int b) { return a > b ? a : b; }
   static constexpr int kStageBytes = kWeightBytes + kTokens * kRowBytes;
-  // Beside the data of a stage: its item; scales of the rows, and of weights: those of the item's rows, or two.
+  // Beside the data of a stage: its item; scales of the rows, and of the weights: one for each row of them, or up to two.
   static constexpr int kItemFloats = sizeof(GroupedItem) / 4;
   static constexpr int kWeightScales = Config::kQuant == kQuantChannel ? kWeightRows : 4;
   static constexpr int kSideFloats = kItemFloats + (kScaled ? kParts * kTokens + kWeightScales : 0);
@@ -81,6 +83,8 @@ struct GroupedShape {
   static constexpr int kSide = kStagedAt + kStaged;
   static constexpr int kBarriers = kSide + kStages * kSideFloats * 4;
   static constexpr int kSmem = kBarriers + kStages * 16 + 1024;
+  static_assert(!kRaises || kCopying * (kThreads - kComputing) + kRaised * kComputing <=
+                                65536 / kThreads / 8 * 8 * kThreads);
   static_assert(kStages >= 3 && kTokens <= 128 && kTokens % 16 == 0);
 };
 

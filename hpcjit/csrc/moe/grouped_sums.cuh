@@ -29,8 +29,10 @@ class GroupedSums {
   // Over all stages of the item that the ring has come to, if there is one; it is put into `item`.
   __device__ __forceinline__ bool next(Ring& ring, int depth, GroupedItem& item) {
     mbarrier::wait(ring.full(), ring.parity);
-    if (ring.item()->expert < 0) return false;
-    const Ring last = accumulate(ring, depth, ring.item()->rows);
+    const int rows = ring.item()->rows;
+    if (ring.item()->feature_tile == kNoItem) return false;
+    __syncwarp();  // all lanes have read the item: its stage may be handed back
+    const Ring last = accumulate(ring, depth, rows);
     if constexpr (kScaled && !kByGroup) scale_rows(last);
     scale_features(last);
     item = *last.item();
@@ -77,7 +79,7 @@ class GroupedSums {
   // As many chains of kStages stages as are left.
   template <int kColumns, int kStages>
   __device__ __forceinline__ void add_chains(float (&total)[kColumns / 2], Ring& ring, Ring& last,
-                                             int& stages, bool add) const {
+                                             int& stages, [[maybe_unused]] bool add) const {
 #pragma unroll 1
     for (; stages >= kStages; add = true) {
       if constexpr (kScaled) {
@@ -100,7 +102,7 @@ class GroupedSums {
   }
 
   __device__ __forceinline__ void hand_back(const Ring& ring) const {
-    __syncwarp();  // all lanes have read the scales
+    __syncwarp();  // all lanes have read the scales, and the item
     mbarrier::arrive_if(place_.lane == 0, ring.empty());
   }
 

@@ -10,11 +10,12 @@ namespace hpcjit::moe {
 
 // Items in turn: a block's number, and every gridDim.x-th from there. Each lane reads the tile of one of the next 32, since
 // memory takes longer than a short item.
+template <int kTokens>
 class GroupedWalk {
  public:
   __device__ explicit GroupedWalk(const GroupedParams& p) : p_(p) {
     fetch(p.most_tiles);  // before it is known how many there are
-    num_tiles_ = __ldcg(p.num_tiles);
+    num_tiles_ = min(__ldcg(p.num_tiles), p.most_tiles);
   }
 
   __device__ __forceinline__ bool next(GroupedItem& item) {
@@ -35,7 +36,7 @@ class GroupedWalk {
     const int index = first_ + int(threadIdx.x % 32 * gridDim.x), tile = index / p_.feature_tiles;
     if (tile >= end) return;
     const uint4 found = __ldcg(p_.tiles + tile);
-    item_ = {int(found.x), int(found.y), int(found.z), index % p_.feature_tiles};
+    item_ = {int(found.x), int(found.y), min(max(int(found.z), 0), kTokens), index % p_.feature_tiles};
   }
 
   const GroupedParams& p_;

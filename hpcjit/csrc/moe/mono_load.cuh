@@ -123,7 +123,7 @@ class MonoRows {
       const int chunk = b_.gate_up_stage(feature, k) * Shape::kChunks;
       const int bytes = min(b_.gate_up_chunks() - chunk, Shape::kChunks) * Shape::kChunk;
       copy_rows(tile, chunk * Shape::kChunk, bytes, claim());
-      copy::arrive_after(ring_.full());
+      mbarrier::arrive_after_copies(ring_.full());
       ring_.advance();
     }
   }

@@ -38,26 +38,28 @@ inline EncodeTensorMap tensor_map_encoder() {
 }
 
 // Of rank 2 or 3; a row of a box has as many bytes as the swizzle spans (64 or 128). `strides` in bytes, without the
-// first dimension's.
+// first dimension's. `promotion`: what L2 fetches at least. More than a row of a box pays where the next box is asked for soon.
 template <CUtensorMapDataType kType, int kElementBytes, int kRank>
 inline cudaError_t encode_tensor_map(CUtensorMap& map, const void* data, const cuuint64_t (&sizes)[kRank],
-                                     const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank]) {
+                                     const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank],
+                                     CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   const EncodeTensorMap encode = tensor_map_encoder();
   if (encode == nullptr) return cudaErrorNotSupported;
   constexpr cuuint32_t kSteps[3] = {1, 1, 1};
   const auto swizzle = box[0] * kElementBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
-  const CUresult status = encode(&map, kType, kRank, const_cast<void*>(data), sizes, strides, box, kSteps,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status =
+      encode(&map, kType, kRank, const_cast<void*>(data), sizes, strides, box, kSteps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 // A box of `columns` x `rows` elements.
 template <CUtensorMapDataType kType, int kElementBytes>
-inline cudaError_t encode_tensor_map(CUtensorMap& map, const Matrix& matrix, int rows, int columns) {
+inline cudaError_t encode_tensor_map(CUtensorMap& map, const Matrix& matrix, int rows, int columns,
+                                     CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   return encode_tensor_map<kType, kElementBytes, 2>(
       map, matrix.data, {cuuint64_t(matrix.columns), cuuint64_t(matrix.rows)}, {cuuint64_t(matrix.row_bytes)},
-      {cuuint32_t(columns), cuuint32_t(rows)});
+      {cuuint32_t(columns), cuuint32_t(rows)}, promotion);
 }
 
 // The matrix as chunks of `columns` columns, a box being `rows` rows of `chunks` of them, chunk by chunk: an element's

@@ -78,5 +78,5 @@ def call_values(op: str, a: FusedMoeArgs, quantise: int) -> dict[str, int | floa
 
 
 def down_per_sm(tile_rows: int) -> int:
-    """Blocks of a product with rows that lie behind each other: one adds up and stores while another multiplies."""
+    """Blocks an SM of a product whose rows lie behind each other: one adds up and stores while another multiplies."""
     return 2 if tile_rows <= 64 else 1

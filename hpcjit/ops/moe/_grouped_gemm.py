@@ -77,8 +77,8 @@ class GroupedGemmOp(JitOp):
         shape = (a.x.shape[0], a.weight.shape[1])
         checks.tensor(self.op, "out", a.out, dtypes=(torch.bfloat16,), shape=shape, like=a.x)
         distinct(self.op, "out", a.out)
-        overwrites_none(self.op, "out", a.out, {"x": a.x, "weight": a.weight})
         named = {name: value for name, value in a._asdict().items() if isinstance(value, torch.Tensor)}
+        overwrites_none(self.op, "out", a.out, {name: value for name, value in named.items() if name != "out"})
         checks.no_grad(self.op, **named)
 
     def _check_factors(self, a: GroupedGemmArgs) -> None:
@@ -165,7 +165,8 @@ class GroupedGemmOp(JitOp):
         dtype = torch.float64 if a.out.dtype == torch.float64 else torch.float32
         x = _fused_moe_reference.scaled_rows(a.x, a.x_scale, dtype)
         with tf32(False, x.device):
-            for expert, first, rows, _ in a.tiles[: int(a.num_tiles)].tolist():
+            for expert, first, most, _ in a.tiles[: int(a.num_tiles)].tolist():
+                rows = min(most, a.tile_rows)
                 scale = None if a.weight_scale is None else a.weight_scale[expert]
                 weight = _fused_moe_reference.scaled_weight(a.weight[expert], scale, a.quant, dtype)
                 a.out[first : first + rows] = (x[first : first + rows] @ weight.t()).to(a.out.dtype)
@@ -194,9 +195,9 @@ def grouped_gemm(
         x: `[num_rows, hidden_size]`, rows sorted by expert: bfloat16, or float8_e4m3fn with the FP8 kinds of quant. Rows at
             any stride of whole 16 bytes; hidden_size a multiple of 16 (bfloat16: of 8).
         weight: `[num_experts, features, hidden_size]` of the same dtype, contiguous. Up to 512 experts.
-        tiles: int32 `[any, 4]`: expert, first row, number of rows, 0, as `moe_plan` makes them. They are not checked: an
-            expert or a row that does not exist is read all the same.
-        num_tiles: int32 `[1]`, how many of them count; read on the device.
+        tiles: int32 `[any, 4]`: expert, first row, number of rows, 0, as `moe_plan` makes them. Experts and rows are not
+            checked: one that does not exist is read all the same. Of a tile with more rows than tile_rows only so many count.
+        num_tiles: int32 `[1]`, how many of them count, at most all; read on the device.
         tile_rows: 16, 32, 64 or 128, the most rows of a tile.
         x_scale, weight_scale: float32, of FP8; a value is its code times its scale.
 

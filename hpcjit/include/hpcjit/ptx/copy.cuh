@@ -37,11 +37,6 @@ __device__ __forceinline__ void fence_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Arrives at a barrier (mbarrier.cuh) once this thread's copies so far have been written.
-__device__ __forceinline__ void arrive_after(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // Closes a group of this thread's copies, and waits until at most kPending younger groups are under way.
 __device__ __forceinline__ void commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
