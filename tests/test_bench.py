@@ -397,6 +397,17 @@ class TestPlots:
             "128": [2, 8],
         }
 
+    def test_panels_where_the_tokens_do_not_lead(self):
+        from hpcjit.bench import plots
+
+        names = [f"N=64 K=128 M={t} fast" for t in (16, 2)] + [f"dsv3 tp8 {t} bf16" for t in (1, 4)]
+        rows = [Row("a.b", name, "jit", cold_us=1.0) for name in names]
+        found = plots.panels(rows)
+        assert {name: [t for t, _ in panel["jit"]] for name, panel in found.items()} == {
+            "N=64 K=128 fast": [2, 16],
+            "dsv3 tp8 bf16": [1, 4],
+        }
+
     def test_mixes_get_a_panel_per_heads_and_dtype(self):
         from hpcjit.bench import plots
 

@@ -40,19 +40,26 @@ UNIT = "us per call, cold L2"
 Panel = dict[str, list[tuple[int, Row]]]
 MixPanel = dict[str, list[Row]]  # rows by mix
 
+_SIZES = (
+    re.compile(r"(?P<before>)(?P<tokens>\d+)x?(?P<behind>.*)"),
+    re.compile(r"(?P<before>.* )M=(?P<tokens>\d+)(?P<behind>.*)"),
+    re.compile(r"(?P<before>[a-z]\S* \S+ )(?P<tokens>\d+)(?P<behind>.*)"),
+)
 _MIX = re.compile(r"(\d+x\d+ [a-z]\w*) (\S.*)")  # heads and dtype, then the mix
 
 
 def panels(rows: Sequence[Row]) -> dict[str, Panel]:
-    """Rows of one operator by what their case names have beyond the leading token count, then by backend.
+    """Rows of one operator by what their case names have beyond the token count, then by backend.
 
-    A case `"2048x4096"` is 2048 tokens in the panel `"4096"`; cases whose name starts with no number are left out.
+    The count leads (`"2048x4096"` in the panel `"4096"`), is called M (`"N=256 K=7168 M=64 fast"`) or comes third (`"dsv3 tp8
+    64 bf16"`). Cases whose name has none are left out, and so are panels of a single size.
     """
     found: dict[str, Panel] = {}
     for row in rows:
-        match = re.match(r"(\d+)x?(.*)", row.case)
+        match = next(filter(None, (size.match(row.case) for size in _SIZES)), None)
         if match and row.us:
-            found.setdefault(match[2].strip(), {}).setdefault(row.backend, []).append((int(match[1]), row))
+            name = " ".join((match["before"] + match["behind"]).split())
+            found.setdefault(name, {}).setdefault(row.backend, []).append((int(match["tokens"]), row))
     for panel in found.values():
         for points in panel.values():
             points.sort(key=lambda point: point[0])
@@ -191,7 +198,7 @@ def _dress(axis: Any, name: str, sizes: list[int]) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(sizes, [str(size) for size in sizes])
     axis.margins(x=0.06)
-    axis.set_title(f"size {name}" if name else "", fontsize=10)
+    axis.set_title(f"size {name}" if name[:1].isdigit() else name, fontsize=10)
     axis.set_xlabel("number of tokens")
     _log_scale(axis, axis.yaxis)
 
