@@ -10,7 +10,7 @@ from op_tools import rejects, same_bits
 from hpcjit import build, workspace
 from hpcjit.cases import Maker
 from hpcjit.cases.moe_experts import FP8, Experts
-from hpcjit.errors import ArgumentTypeError
+from hpcjit.errors import ArgumentError, ArgumentTypeError
 from hpcjit.fused_op import reset_decisions
 from hpcjit.launch import raw_stream
 from hpcjit.ops.moe import _fused_moe_plan, fused_moe
@@ -333,6 +333,14 @@ def test_refused(m: Maker, name: str):
     a, changes, argument = _bad(m)[name]
     with rejects(OP, argument, a.out):
         run(a, **changes)
+
+
+def test_refused_reach():
+    """Rows of tokens are found by 32 bits, in units of 16 bytes."""
+    a = made(Maker("meta"), 4, 4, 256, 192, 2, quant="bf16", codes=False)
+    far = torch.empty_strided((4, 256), (2**33 + 8, 1), dtype=torch.bfloat16, device="meta")
+    with pytest.raises(ArgumentError, match="64 GiB"):
+        run(a, x=far)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ HIDDEN_GROUP = 64  # features of the hidden activation that share one, in every 
 MAX_EXPERTS = 512
 MAX_TOP_K = 32
 MAX_PAIRS = 2**25
+_MOST_REACH = 2**36  # bytes from the first row of x to the last: kernels count them in 16 bytes, with 32 bits
 MAX_SIZE = 2**16  # of hidden_size and intermediate_size
 
 _E4M3 = (torch.float8_e4m3fn,)
@@ -102,6 +103,10 @@ def _check_x(op: str, a: FusedMoeArgs) -> None:
     if a.x.ndim != 2 or not 0 < a.x.shape[1] <= MAX_SIZE:
         raise _fail(op, "x", f"[num_tokens, hidden_size] with hidden_size up to {MAX_SIZE}", a.x)
     aligned(op, "x", a.x)
+    reach = a.x.shape[0] * a.x.stride(0) * a.x.element_size()
+    if reach > _MOST_REACH:
+        expected = "at a stride with which all rows lie within 64 GiB"
+        raise ArgumentError(op, "x", expected, f"{checks.describe(a.x)}, stride {a.x.stride(0)}")
 
 
 def _check_weights(op: str, a: FusedMoeArgs) -> None:
