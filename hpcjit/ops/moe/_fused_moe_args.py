@@ -103,7 +103,7 @@ def _check_x(op: str, a: FusedMoeArgs) -> None:
     if a.x.ndim != 2 or not 0 < a.x.shape[1] <= MAX_SIZE:
         raise _fail(op, "x", f"[num_tokens, hidden_size] with hidden_size up to {MAX_SIZE}", a.x)
     aligned(op, "x", a.x)
-    reach = a.x.shape[0] * a.x.stride(0) * a.x.element_size()
+    reach = (a.x.shape[0] - 1) * a.x.stride(0) * a.x.element_size()
     if reach > _MOST_REACH:
         expected = "at a stride with which all rows lie within 64 GiB"
         raise ArgumentError(op, "x", expected, f"{checks.describe(a.x)}, stride {a.x.stride(0)}")
