@@ -195,8 +195,13 @@ def _mix_panel(axis: Any, name: str, panel: MixPanel) -> None:
 
 
 def _dress(axis: Any, name: str, sizes: list[int]) -> None:
+    apart = sizes[:1]  # sizes far enough from each other for a label
+    for size in sizes[1:]:
+        if size >= 1.5 * apart[-1]:
+            apart.append(size)
     axis.set_xscale("log", base=2)
-    axis.set_xticks(sizes, [str(size) for size in sizes])
+    axis.set_xticks(apart, [str(size) for size in apart], rotation=45 if len(apart) > 8 else 0)
+    axis.minorticks_off()
     axis.margins(x=0.06)
     axis.set_title(f"size {name}" if name[:1].isdigit() else name, fontsize=10)
     axis.set_xlabel("number of tokens")
