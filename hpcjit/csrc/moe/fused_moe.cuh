@@ -7,8 +7,9 @@
 //   combine   out[t] = sum of weight * row over the token's pairs, + shared_output   fused_moe_rows.cuh
 //
 // Each waits for the one before it (pdl::wait), which had waited for its own predecessor, so all earlier results are there
-// as well. Down reads the plan and asks for weights before it waits: gate-up triggers only when it has waited for the plan. Nothing is read by the host: grids depend on shapes alone. All that passes from one to the next lies in the
-// workspace, at the offsets `at_...`; none of it needs to be cleared.
+// as well. Down reads the plan and asks for weights before it waits: gate-up triggers only when it has waited for the plan.
+// Nothing is read by the host: grids depend on shapes alone. All that passes from one to the next lies in the workspace, at
+// the offsets `at_...`; none of it needs to be cleared.
 #pragma once
 #include "moe/fused_moe_rows.cuh"
 #include "moe/grouped.cuh"

@@ -6,17 +6,18 @@
 // Weights are the rows of a product (A), up to kTokens rows of an expert its columns (B), so that few rows waste little. An
 // item is such a tile of rows and 64 features (kGateUp: of gate and of up, in the same thread) or 128. The warps behind the
 // first two warpgroups copy to a ring of kStages in shared memory, 128 bytes of K each: a box of weights, the rows, their
-// scales (full and empty barriers). They run ahead into the next item while the others finish theirs. Each of those two
-// multiplies 64 rows of weights with all rows of the tile; one scales and adds while the other's products run. They read
-// no scales and no plan from global memory: that would take longer than an item of down. Of down two blocks share an SM where they fit.
+// scales (full and empty barriers), and run ahead into the next item while the others finish theirs. Each of the two
+// warpgroups multiplies 64 rows of weights with all rows of the tile; one scales and adds while the other's products run.
+// They read neither scales nor the plan from global memory, which would take longer than an item of down. Two blocks of
+// down share an SM where they fit.
 //
 // FP8 sums leave the tensor cores after 512 of K, or where scales change (128, 64 of the hidden activation), and are scaled
 // and added in fp32.
 //
 // Shared memory: ring, 1024-byte aligned: kStages x (weights [128][128 B], rows [kTokens][128 B], all swizzled); rows to be
-// written; beside the ring kStages x (the item, or that there are no more; scales of rows [parts][kTokens] and of weights, fp32);
-// barriers. A full barrier counts the thread that asks for boxes and all that copy (grouped_load.cuh); an empty one the warps
-// that compute, whose products have completed by then.
+// written; beside the ring kStages x (the item, or that there are no more; scales of rows [parts][kTokens] and of weights,
+// fp32); barriers. A full barrier counts the thread that asks for boxes and all that copy (grouped_load.cuh); an empty one
+// the warps that compute, whose products have completed by then.
 //
 // This file: a launch of one product. How many items there are stands in memory (grouped_walk.cuh).
 #pragma once
