@@ -73,6 +73,11 @@ def row_shape(num_vecs: int, num_rows: int, *, large: bool = False, max_vecs: in
     return RowShape(threads, threads, vecs, threads * vecs == num_vecs)
 
 
+def holds_long_row(shape: RowShape) -> bool:
+    """Whether a block has a row of its own and keeps it in registers."""
+    return shape.vecs_per_thread > 0 and shape.row_threads == shape.threads
+
+
 def resident_blocks(shape: RowShape, threads: int = 2048) -> int:
     """Blocks per SM that make up so many threads: 2048 leave each 32 registers, 1536 leave 40."""
     return max(1, threads // shape.threads)
@@ -80,3 +85,7 @@ def resident_blocks(shape: RowShape, threads: int = 2048) -> int:
 
 # Config.trigger: where a kernel lets its dependents launch (include/hpcjit/ptx/pdl.cuh).
 AT_START, AFTER_LOADS, AT_END = 0, 1, 2
+
+# Config.prefetch: what a block pulls into L2 before it waits for its predecessor: nothing, the lines of its rows by all
+# threads, or its row by one request, which must be a multiple of 16 bytes (include/hpcjit/ptx/prefetch.cuh).
+NO_PREFETCH, LINES, WHOLE_ROW = 0, 1, 2

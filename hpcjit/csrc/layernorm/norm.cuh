@@ -13,9 +13,9 @@
 // three reductions, each written and read once.
 //
 // kLateWeight loads the weights after the reduction: registers for more resident blocks, where those matter
-// more than the latency of a load that hits L1. kPrefetch (few rows): the row's lines are pulled into L2
-// while the predecessor still runs. That reads nothing, so a line that the predecessor writes later is read
-// correctly after pdl::wait().
+// more than the latency of a load that hits L1. kPrefetch: the row is pulled into L2 while the predecessor
+// still runs, line by line with its weights (few rows) or by one request (many). That reads nothing, so a line
+// that the predecessor writes later is read correctly after pdl::wait().
 #pragma once
 #include "hpcjit/launch.cuh"
 #include "hpcjit/math/reduce.cuh"
@@ -25,6 +25,7 @@
 
 namespace hpcjit::layernorm {
 
+constexpr int kPrefetchLines = 1, kPrefetchRow = 2;
 constexpr int kQuantNone = 0, kQuantDynamic = 1, kQuantStatic = 2;
 
 struct NormParams {
@@ -77,6 +78,13 @@ struct RowBase {
     if constexpr (Config::kHasBias) prefetch_l2(bias + offset(i));
   }
 
+  __device__ void prefetch_row() const {
+    if (lane != 0) return;
+    const uint32_t bytes = num_vecs * kVec * uint32_t(sizeof(input_t));
+    prefetch_l2(input, bytes);
+    if constexpr (Config::kHasResidual) prefetch_l2(residual, bytes);
+  }
+
   __device__ int offset(int i) const { return (lane + i * Config::kRowThreads) * kVec; }
   __device__ bool inside(int i) const { return lane + i * Config::kRowThreads < num_vecs; }
 
@@ -125,8 +133,12 @@ struct ResidentRow : RowBase<Config> {
   __device__ bool inside(int i) const { return Config::kExact || Base::inside(i); }
 
   __device__ void prefetch() const {
+    if constexpr (Config::kPrefetch == kPrefetchRow) {
+      this->prefetch_row();
+    } else {
 #pragma unroll
-    for (int i = 0; i < kVecs; ++i) this->prefetch_vector(i);
+      for (int i = 0; i < kVecs; ++i) this->prefetch_vector(i);
+    }
   }
 
   __device__ void load() {
@@ -197,7 +209,7 @@ struct StreamedRow : RowBase<Config> {
 
   __device__ StreamedRow(const NormParams& p, int64_t row, int lane) : Base(p, row, lane) {}
 
-  __device__ void prefetch() const { this->prefetch_vector(0); }
+  __device__ void prefetch() const { this->prefetch_vector(0); }  // whichever kind
   __device__ void load() {}
 
   template <class F>
@@ -301,7 +313,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   const int64_t index = int64_t(blockIdx.x) * kRows + threadIdx.x / Config::kRowThreads;
   if (index >= p.num_tokens) return;
   Row row(p, index, threadIdx.x % Config::kRowThreads);
-  if constexpr (Config::kPrefetch) row.prefetch();
+  if constexpr (Config::kPrefetch != 0) row.prefetch();
   pdl::wait();
   row.load();
   pdl::trigger_at<Config::kTrigger, pdl::kAfterLoads>();

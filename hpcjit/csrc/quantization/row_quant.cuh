@@ -6,12 +6,14 @@
 //
 // kRowThreads threads share a row: a block, or one warp of a block of several rows. With kVecsPerThread > 0
 // the row stays in registers; with 0 it is read twice and may have any size. NaN elements stay NaN and do not
-// enter the maximum. Shared memory: one float per warp, written and read once.
+// enter the maximum. Shared memory: one float per warp, written and read once. kPrefetchRow (plain rows of whole
+// 16 bytes): each row is pulled into L2 by one request while the predecessor still runs, which reads nothing.
 #pragma once
 #include "hpcjit/launch.cuh"
 #include "hpcjit/math/activation.cuh"
 #include "hpcjit/math/reduce.cuh"
 #include "hpcjit/ptx/pdl.cuh"
+#include "hpcjit/ptx/prefetch.cuh"
 #include "hpcjit/tile/vec.cuh"
 
 namespace hpcjit::quantization {
@@ -99,6 +101,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   const int num_vecs = int(p.hidden_size / kVec);
   const Row row{static_cast<const typename Config::input_t*>(p.input) + index * p.input_stride,
                 static_cast<e4m3*>(p.output) + index * p.output_stride, int(p.hidden_size), lane};
+  if constexpr (Config::kPrefetchRow) {
+    if (lane == 0 && index < p.num_tokens)
+      prefetch_l2(row.input, uint32_t(p.hidden_size * sizeof(typename Config::input_t)));
+  }
   pdl::wait();
   if (index >= p.num_tokens) return;
 

@@ -15,9 +15,13 @@ from hpcjit.ops._rows import (
     AT_END,
     AT_START,
     FEW_ROWS,
+    LINES,
     LONG_ROW,
+    NO_PREFETCH,
     TYPE_NAMES,
+    WHOLE_ROW,
     RowShape,
+    holds_long_row,
     resident_blocks,
     row_shape,
     streams,
@@ -43,7 +47,7 @@ class NormConfig(Config):
     quant: int = 0
     stream_in: bool = False
     stream_out: bool = False
-    prefetch: bool = False
+    prefetch: int = 0
     late_weight: bool = False
     min_blocks: int = 1
     trigger: int = 0
@@ -84,6 +88,7 @@ class _Kind:
     light: bool  # holds little more than the row and the weights
     bias: bool
     quant: bool
+    whole: bool  # rows of whole 16 bytes
 
     @property
     def plain(self) -> bool:
@@ -107,22 +112,25 @@ def _speed(kind: _Kind, num_vecs: int, num_tokens: int) -> dict[str, Any]:
     narrow = kind.large and kind.residual and shape.vecs_per_thread == 1  # few registers, weights and all
     late = kind.large and not narrow and (not kind.light or kind.bias or shape.threads > _TWO_EARLY)
     wide = late and kind.residual
+    ahead = kind.whole and holds_long_row(shape) and (narrow or wide or (late and kind.plain))
     min_blocks = 1
     if narrow:
         min_blocks = resident_blocks(shape, 1536)
     elif late and kind.plain:
         min_blocks = resident_blocks(shape)
+    elif ahead:
+        min_blocks = resident_blocks(shape, 1024)
     return {
         "threads": shape.threads,
         "row_threads": shape.row_threads,
         "vecs_per_thread": shape.vecs_per_thread,
         "exact": shape.exact,
-        "stream_in": wide,
-        "stream_out": wide,
-        "prefetch": not kind.large,
+        "stream_in": wide and not ahead,
+        "stream_out": wide and not ahead,
+        "prefetch": LINES if not kind.large else WHOLE_ROW if ahead else NO_PREFETCH,
         "late_weight": late or (kind.plain and not kind.large and few and num_vecs >= LONG_ROW),
         "min_blocks": min_blocks,
-        "trigger": AT_START if not kind.large else AT_END if wide else AFTER_LOADS,
+        "trigger": AT_END if wide else AT_START if (ahead and late) or not kind.large else AFTER_LOADS,
     }
 
 
@@ -150,7 +158,7 @@ def norm_plan(
     vec = vector_width(hidden_size, input.element_size(), placed)
     large = streams(input.numel() * input.element_size())
     light = residual is None and input.element_size() <= 2
-    kind = _Kind(large, residual is not None, light, bias is not None, bool(quant))
+    kind = _Kind(large, residual is not None, light, bias is not None, bool(quant), vec * input.element_size() == 16)
     config = NormConfig(
         input_t=TYPE_NAMES[input.dtype],
         weight_t=TYPE_NAMES[weight.dtype],
