@@ -46,13 +46,16 @@ template <class Config, bool kGateUp>
 __device__ __forceinline__ void grouped_compute(const GroupedParams& p, GroupedRing<Config, kGateUp> ring) {
   using Shape = GroupedShape<Config, kGateUp>;
   const GroupedPlace<kGateUp> place(threadIdx.x);
-  GroupedSums<Config, kGateUp> sums(place);
 #pragma unroll 1
-  for (GroupedItem item; sums.next(ring, p.depth, item);) {
-    if constexpr (kGateUp)
-      HiddenStore<Config, Shape::kTokens / 2>(p, item, place, ring.staged()).run(sums.value);
-    else
-      store_rows<Config>(p, item, place, ring.staged() + place.group * Shape::kPartialBytes, sums.value);
+  for (int rows; next_item(ring, rows);) {
+    with_columns<Shape::kTokens>(rows, [&](auto columns) {
+      GroupedSums<Config, kGateUp, columns> sums(place);
+      const GroupedItem item = sums.run(ring, p.depth);
+      if constexpr (kGateUp)
+        HiddenStore<Config, columns / 2>(p, item, place, ring.staged()).run(sums.value);
+      else
+        store_rows<Config>(p, item, place, ring.staged() + place.group * Shape::kPartialBytes, sums.value);
+    });
   }
 }
 

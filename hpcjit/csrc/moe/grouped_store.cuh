@@ -67,7 +67,7 @@ template <class Config, int n>
 class HiddenStore {
   using Shape = GroupedShape<Config, true>;
   using weight_t = typename Config::weight_t;
-  static constexpr int kColumns = Shape::kTokens;
+  static constexpr int kColumns = 2 * n;
 
  public:
   __device__ HiddenStore(const GroupedParams& p, const GroupedItem& item, const GroupedPlace<true>& place,

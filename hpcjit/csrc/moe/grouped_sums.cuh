@@ -1,16 +1,45 @@
 // The main loop of the grouped product, of one warpgroup; see grouped.cuh.
 //
-// How many columns a product has follows from the rows of the tile. Products of several stages that share their scales run
-// one behind the other: a stage is handed back when the next one's products have been started.
+// How many columns a product has follows from the rows of the tile (`with_columns`), whatever tiles may have. Products of
+// several stages that share their scales run one behind the other: a stage is handed back when the next one's products have
+// been started.
 #pragma once
+#include <type_traits>
+
 #include "hpcjit/ptx/mbarrier.cuh"
 #include "hpcjit/ptx/wgmma_shared.cuh"
 #include "moe/grouped_shape.cuh"
 
 namespace hpcjit::moe {
 
+// Calls f with the number of columns, as a type, that a tile of so many rows is multiplied with.
+template <int kTokens, class F>
+__device__ __forceinline__ void with_columns(int rows, F f) {
+  if constexpr (kTokens == 128) {
+    if (rows <= 32) return f(std::integral_constant<int, 32>());
+    if (rows <= 64) return f(std::integral_constant<int, 64>());
+    if (rows <= 96) return f(std::integral_constant<int, 96>());
+  } else {
+    if constexpr (kTokens > 16)
+      if (rows <= 16) return f(std::integral_constant<int, 16>());
+    if constexpr (kTokens > 32)
+      if (rows <= 32) return f(std::integral_constant<int, 32>());
+  }
+  f(std::integral_constant<int, kTokens>());
+}
+
+// Whether the ring has come to an item, and how many rows it has.
+template <class Ring>
+__device__ __forceinline__ bool next_item(const Ring& ring, int& rows) {
+  mbarrier::wait(ring.full(), ring.parity);
+  rows = ring.item()->rows;
+  const bool found = ring.item()->feature_tile != kNoItem;
+  __syncwarp();  // all lanes have read the item: its stage may be handed back
+  return found;
+}
+
 // A thread's sums: value[4 j + i] is of row (i < 2 ? g : g + 8) of its warp's 16, column 8 j + 2 t + i % 2.
-template <class Config, bool kGateUp>
+template <class Config, bool kGateUp, int kColumns>
 class GroupedSums {
   using Shape = GroupedShape<Config, kGateUp>;
   using weight_t = typename Config::weight_t;
@@ -20,40 +49,25 @@ class GroupedSums {
   static constexpr int kChain = 4;
 
  public:
-  static constexpr int kSums = Shape::kTokens / 2;
+  static constexpr int kSums = kColumns / 2;
   using Ring = GroupedRing<Config, kGateUp>;
   float value[kSums];
 
   __device__ explicit GroupedSums(const GroupedPlace<kGateUp>& place) : place_(place) {}
 
-  // Over all stages of the item that the ring has come to, if there is one; it is put into `item`.
-  __device__ __forceinline__ bool next(Ring& ring, int depth, GroupedItem& item) {
-    mbarrier::wait(ring.full(), ring.parity);
-    const int rows = ring.item()->rows;
-    if (ring.item()->feature_tile == kNoItem) return false;
-    __syncwarp();  // all lanes have read the item: its stage may be handed back
-    const Ring last = accumulate(ring, depth, rows);
+  // Over all stages of the item that the ring has come to, which is returned.
+  __device__ __forceinline__ GroupedItem run(Ring& ring, int depth) {
+    const Ring last = accumulate(ring, depth);
     if constexpr (kScaled && !kByGroup) scale_rows(last);
     scale_features(last);
-    item = *last.item();
+    const GroupedItem item = *last.item();
     hand_back(last);
-    return true;
+    return item;
   }
 
  private:
   // Returns the last stage, which is left to be handed back.
-  __device__ __forceinline__ Ring accumulate(Ring& ring, int depth, int rows) {
-    if constexpr (Shape::kTokens == 128) {
-      if (rows <= 32) return accumulate<32>(ring, depth);
-      if (rows <= 64) return accumulate<64>(ring, depth);
-      if (rows <= 96) return accumulate<96>(ring, depth);
-    }
-    return accumulate<Shape::kTokens>(ring, depth);
-  }
-
-  template <int kColumns>
   __device__ __forceinline__ Ring accumulate(Ring& ring, int depth) {
-    auto& total = reinterpret_cast<float (&)[kColumns / 2]>(value);
 #pragma unroll
     for (int i = 0; i < kSums; ++i) value[i] = 0.f;
     wgmma::hold(value);
@@ -62,7 +76,7 @@ class GroupedSums {
 #pragma unroll 1
       for (int left = depth;; left -= Shape::kStageK) {
         wait_full(ring);
-        multiply_groups<kColumns>(total, ring, left);
+        multiply_groups(ring, left);
         last = ring;
         ring.advance();
         if (left <= Shape::kStageK) return last;
@@ -70,25 +84,25 @@ class GroupedSums {
       }
     } else {
       int stages = (depth + Shape::kStageK - 1) / Shape::kStageK;
-      add_chains<kColumns, kChain>(total, ring, last, stages, false);
-      add_chains<kColumns, 1>(total, ring, last, stages, depth >= kChain * Shape::kStageK);
+      add_chains<kChain>(ring, last, stages, false);
+      add_chains<1>(ring, last, stages, depth >= kChain * Shape::kStageK);
       return last;
     }
   }
 
   // As many chains of kStages stages as are left.
-  template <int kColumns, int kStages>
-  __device__ __forceinline__ void add_chains(float (&total)[kColumns / 2], Ring& ring, Ring& last,
-                                             int& stages, [[maybe_unused]] bool add) const {
+  template <int kStages>
+  __device__ __forceinline__ void add_chains(Ring& ring, Ring& last, int& stages,
+                                             [[maybe_unused]] bool add) {
 #pragma unroll 1
     for (; stages >= kStages; add = true) {
       if constexpr (kScaled) {
-        float sums[kColumns / 2];
-        last = multiply_chain<kColumns, kStages>(sums, ring, false);
+        float sums[kSums];
+        last = multiply_chain<kStages>(sums, ring, false);
 #pragma unroll
-        for (int i = 0; i < kColumns / 2; ++i) total[i] += sums[i];
+        for (int i = 0; i < kSums; ++i) value[i] += sums[i];
       } else {
-        last = multiply_chain<kColumns, kStages>(total, ring, add);
+        last = multiply_chain<kStages>(value, ring, add);
       }
       stages -= kStages;
       if (stages > 0) hand_back(last);
@@ -107,15 +121,15 @@ class GroupedSums {
   }
 
   // Products of kStages stages, of which the last, which is returned, is left to be handed back.
-  template <int kColumns, int kStages>
-  __device__ __forceinline__ Ring multiply_chain(float (&sums)[kColumns / 2], Ring& ring, bool add) const {
+  template <int kStages>
+  __device__ __forceinline__ Ring multiply_chain(float (&sums)[kSums], Ring& ring, bool add) const {
     Ring last = ring;
     wgmma::hold(sums);
 #pragma unroll
     for (int k = 0; k < kStages; ++k) {
       wait_full(ring);
       wgmma::fence();
-      start<kColumns, 4>(sums, ring, 0, k > 0 || add);
+      start<4>(sums, ring, 0, k > 0 || add);
       wgmma::commit();
       if (k > 0) {
         wgmma::wait<1>();
@@ -130,33 +144,30 @@ class GroupedSums {
   }
 
   // A stage whose rows have scales of their own, for each part of it; `left` is what of K is left.
-  template <int kColumns>
-  __device__ __forceinline__ void multiply_groups(float (&total)[kColumns / 2], const Ring& ring,
-                                                  int left) const {
+  __device__ __forceinline__ void multiply_groups(const Ring& ring, int left) {
     constexpr int kTogether = kColumns * Shape::kPerSm <= 64 ? kParts : 1;
 #pragma unroll
     for (int first = 0; first < kParts; first += kTogether) {
       if (first > 0 && left <= first * (Shape::kStageK / kParts)) break;
-      float sums[kTogether][kColumns / 2];
+      float sums[kTogether][kSums];
 #pragma unroll
       for (int part = 0; part < kTogether; ++part) wgmma::hold(sums[part]);
       wgmma::fence();
 #pragma unroll
       for (int part = 0; part < kTogether; ++part)
-        start<kColumns, kSteps>(sums[part], ring, (first + part) * kSteps, false);
+        start<kSteps>(sums[part], ring, (first + part) * kSteps, false);
       wgmma::commit();
       wgmma::wait<0>();
 #pragma unroll
       for (int part = 0; part < kTogether; ++part) {
         wgmma::hold(sums[part]);
-        promote<kColumns>(total, sums[part], ring, first + part);
+        promote(sums[part], ring, first + part);
       }
     }
   }
 
-  template <int kColumns, int kNumber>
-  __device__ __forceinline__ void start(float (&sums)[kColumns / 2], const Ring& ring, int begin,
-                                        bool add) const {
+  template <int kNumber>
+  __device__ __forceinline__ void start(float (&sums)[kSums], const Ring& ring, int begin, bool add) const {
     const uint32_t stage = ring.stage_data();
     const uint64_t weights = wgmma::descriptor<kRowBytes>(stage + place_.group * (kWeightBytes / 2));
     const uint64_t rows = wgmma::descriptor<kRowBytes>(stage + kWeightBytes);
@@ -178,21 +189,19 @@ class GroupedSums {
   }
 
   // Scaled by row, and by block of weights.
-  template <int kColumns>
-  __device__ __forceinline__ void promote(float (&total)[kColumns / 2], const float (&sums)[kColumns / 2],
-                                          const Ring& ring, int part) const {
+  __device__ __forceinline__ void promote(const float (&sums)[kSums], const Ring& ring, int part) {
     float2 weight = make_float2(1.f, 1.f);
     if constexpr (Config::kQuant == kQuantBlock)
       weight = *reinterpret_cast<const float2*>(weight_scales_of(ring));
     const float* own = row_scales_of(ring, part);
 #pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
+    for (int j = 0; j < kSums / 4; ++j) {
       const float2 row = *reinterpret_cast<const float2*>(own + 8 * j);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float scale = i % 2 ? row.y : row.x;
         if constexpr (Config::kQuant == kQuantBlock) scale *= kGateUp && i / 2 ? weight.y : weight.x;
-        total[4 * j + i] = fmaf(sums[4 * j + i], scale, total[4 * j + i]);
+        value[4 * j + i] = fmaf(sums[4 * j + i], scale, value[4 * j + i]);
       }
     }
   }

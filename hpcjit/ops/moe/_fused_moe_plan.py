@@ -15,7 +15,7 @@ from hpcjit.ops.moe._pair_sort import Sorters, sorters
 _WIDE_PAIRS = 512  # so many rows between down and their sums are float32; more of them, bfloat16, which takes less time
 _DOWN_FEATURES = 128  # of an item
 
-# The most rows of an expert, were all even, for which tiles of so many rows are made: most experts then have one.
+# The most rows of an expert, were all even, for which tiles have room for so many rows: most experts then have one.
 _MEAN_ROWS = {16: 8, 32: 20, 64: 48}
 
 
@@ -58,7 +58,10 @@ FUSED_MOE = Template(
 
 
 def tile_rows(num_pairs: int, num_experts: int) -> int:
-    """Rows of a tile. Experts with more have several tiles, whose weights then come from L2."""
+    """The most rows of a tile; how many of them are multiplied follows from each tile's own count, on the device.
+
+    Experts with more rows have several tiles, whose weights then come from L2. Room for more rows costs stages of the ring.
+    """
     mean = num_pairs / num_experts
     return next((rows for rows, most in _MEAN_ROWS.items() if mean <= most), 128)
 
