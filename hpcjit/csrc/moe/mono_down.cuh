@@ -78,7 +78,7 @@ class MonoDown {
     __device__ __forceinline__ void load(const MonoDown& own, uint32_t slot) {
       live = 0;
       if (own.slot_ >= Shape::kSlots || slot >= own.b_.down_slots()) return;
-      const MonoTile tile = own.b_.tile(index);
+      const TokenTile tile = own.b_.tile(index);
       live = (tile.rows + 7) / 8;
       steps = min(own.b_.p.intermediate_size - int(part) * Shape::kDownK, Shape::kDownK) * Shape::kBytes / 32;
       own.load_scale(tile.expert, part, scale);

@@ -17,7 +17,7 @@ struct MonoGateUpItem {
   using Shape = MonoShape<Config>;
   const MonoBlock<Config>& b;
   uint32_t index;
-  MonoTile tile;
+  TokenTile tile;
   int feature, live;  // first feature; token tiles with rows
 
   __device__ MonoGateUpItem(const MonoBlock<Config>& block, uint32_t item)

@@ -117,7 +117,7 @@ class MonoRows {
   }
 
   __device__ void copy_gate_up(uint32_t item) {
-    const MonoTile tile = b_.tile(item / b_.features());
+    const TokenTile tile = b_.tile(item / b_.features());
     const int feature = int(item % b_.features()) * Shape::kFeatures;
     for (int k = 0; k < b_.gate_up_stages(); ++k) {
       const int chunk = b_.gate_up_stage(feature, k) * Shape::kChunks;
@@ -128,7 +128,7 @@ class MonoRows {
     }
   }
 
-  __device__ __forceinline__ void copy_rows(const MonoTile& tile, int first, int bytes, uint32_t target) {
+  __device__ __forceinline__ void copy_rows(const TokenTile& tile, int first, int bytes, uint32_t target) {
     constexpr int kPieces = Shape::kChunks * Shape::kChunk / 512;  // of a row, by all lanes
     const uint8_t* x = static_cast<const uint8_t*>(b_.p.x) + first + lane_ * 16;
 #pragma unroll 4
@@ -148,7 +148,7 @@ class MonoRows {
       // Lane i copies the rows of slot i: they follow each other in memory.
       const uint32_t own = slot + lane_;
       const bool live = lane_ < Shape::kSlots && own < slots;
-      const MonoTile tile = b_.tile(live ? own / parts : 0);
+      const TokenTile tile = b_.tile(live ? own / parts : 0);
       const uint32_t bytes = live ? tile.rows * Shape::kHiddenRow : 0;
       await(min(slot + Shape::kSlots, slots) - 1, parts);
       if (bytes > 0) {

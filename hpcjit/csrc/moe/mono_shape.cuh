@@ -4,6 +4,7 @@
 #include "hpcjit/ptx/mbarrier.cuh"
 #include "hpcjit/types.cuh"
 #include "moe/grouped_shape.cuh"
+#include "moe/token_plan.cuh"
 
 namespace hpcjit::moe {
 
@@ -23,12 +24,6 @@ struct MonoParams {
   int64_t x_stride, x_scale_token_stride, x_scale_group_stride, ids_stride, weights_stride, shared_stride,
       out_stride;
   int num_tokens, top_k, num_experts, expert_offset, hidden_size, intermediate_size, prefetch_bytes;
-};
-
-// Rows of an expert's result, at most Shape::kRows.
-struct MonoTile {
-  uint16_t expert, rows;
-  uint32_t first;
 };
 
 template <class Config>
@@ -72,11 +67,8 @@ struct MonoShape {
   static constexpr int kOutBytes = kGroups * kSlots * Config::kTokens * kOutPitch * 4;
   static constexpr int kScratch = max(kSumBytes, kOutBytes);
 
-  static constexpr int kMaskWords = (Config::kTokens + 31) / 32;
-  static constexpr int kMaxTiles =
-      (Config::kPairs +
-       (Config::kPairs < Config::kExperts ? Config::kPairs : Config::kExperts) * (kRows - 1)) /
-      kRows;
+  using Plan = TokenPlan<kThreads, Config::kExperts, Config::kTokens, kRows>;
+  static constexpr int kMaskWords = Plan::kWords, kMaxTiles = Plan::max_tiles(Config::kPairs);
   static constexpr int kItems = 4;  // tickets between the warps
 
   static constexpr int kTilesAt = kScratch;
@@ -121,7 +113,7 @@ struct MonoBlock {
   __device__ T* at(int offset) const {
     return reinterpret_cast<T*>(smem + offset);
   }
-  __device__ MonoTile tile(uint32_t i) const { return at<MonoTile>(Shape::kTilesAt)[i]; }
+  __device__ TokenTile tile(uint32_t i) const { return at<TokenTile>(Shape::kTilesAt)[i]; }
   __device__ int token_of(uint32_t row) const { return at<uint16_t>(Shape::kTokenAt)[row]; }
   __device__ float weight_of(uint32_t row) const { return at<float>(Shape::kWeightsAt)[row]; }
 
