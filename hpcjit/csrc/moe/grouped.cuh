@@ -52,7 +52,8 @@ __device__ __forceinline__ void grouped_compute(const GroupedParams& p, GroupedR
     if constexpr (kGateUp)
       HiddenStore<Config, Shape::kTokens / 2>(p, item, place, ring.staged()).run(sums.value);
     else
-      store_rows<Config>(p, item, place, ring.staged() + place.group * Shape::kPartialBytes, sums.value);
+      RowStore<Config, Shape::kTokens / 2>(p, item, place, ring.staged() + place.group * Shape::kPartialBytes)
+          .run(sums.value);
   }
 }
 

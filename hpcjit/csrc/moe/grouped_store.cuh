@@ -38,29 +38,73 @@ __device__ __forceinline__ void stage_rows(uint8_t* staged, const GroupedPlace<f
 
 // Rows of the result to where the caller wants them, whole lines at a time. By all threads of a warpgroup.
 template <class Config, int n>
-__device__ __forceinline__ void store_rows(const GroupedParams& p, const GroupedItem& item,
-                                           const GroupedPlace<false>& place, uint8_t* staged,
-                                           const float (&value)[n]) {
+class RowStore {
   using row_t = typename Config::partial_t;
-  constexpr int kOfPiece = 16 / int(sizeof(row_t)), kPieces = 64 / kOfPiece;
-  named_barrier::sync<128>(1 + place.group);  // the rows before these have left shared memory
-  stage_rows<row_t>(staged, place, value);
-  named_barrier::sync<128>(1 + place.group);
-  const int thread = place.warp * 32 + place.lane, piece = thread % kPieces;
-  const int feature = item.feature_tile * kWeightRows + place.group * 64 + piece * kOfPiece;
-  row_t* out = static_cast<row_t*>(p.out) + int64_t(item.first) * p.out_stride + feature;
-  const bool whole = feature + kOfPiece <= p.features &&
-                     (reinterpret_cast<uintptr_t>(p.out) | p.out_stride * sizeof(row_t)) % 16 == 0;
-  for (int r = thread / kPieces; r < item.rows; r += 128 / kPieces) {
-    const uint8_t* source = staged + r * 64 * sizeof(row_t) + ((piece ^ (r & 7)) << 4);
-    if (whole) {
-      *reinterpret_cast<uint4*>(out + r * p.out_stride) = *reinterpret_cast<const uint4*>(source);
-    } else {
-      for (int i = 0; i < kOfPiece && feature + i < p.features; ++i)
-        out[r * p.out_stride + i] = reinterpret_cast<const row_t*>(source)[i];
+  static constexpr int kOfPiece = 16 / int(sizeof(row_t)), kPieces = 64 / kOfPiece;
+  // Of a step: a multiple of eight, so that a thread's pieces are swapped alike.
+  static constexpr int kRowsAtOnce = 128 / kPieces;
+  static constexpr int kSteps = 2 * n / kRowsAtOnce, kTogether = kSteps < 4 ? kSteps : 4;
+
+ public:
+  __device__ RowStore(const GroupedParams& p, const GroupedItem& item, const GroupedPlace<false>& place,
+                      uint8_t* staged)
+      : p_(p), item_(item), place_(place), staged_(staged) {
+    const int thread = place.warp * 32 + place.lane, piece = thread % kPieces;
+    first_ = thread / kPieces;
+    feature_ = item.feature_tile * kWeightRows + place.group * 64 + piece * kOfPiece;
+    source_ = staged + first_ * 64 * sizeof(row_t) + ((piece ^ (first_ & 7)) << 4);
+  }
+
+  __device__ __forceinline__ void run(const float (&value)[n]) {
+    named_barrier::sync<128>(1 + place_.group);  // the rows before these have left shared memory
+    stage_rows<row_t>(staged_, place_, value);
+    named_barrier::sync<128>(1 + place_.group);
+    out_ = static_cast<row_t*>(p_.out) + (item_.first + first_) * p_.out_stride + feature_;
+    const bool whole = feature_ + kOfPiece <= p_.features &&
+                       (reinterpret_cast<uintptr_t>(p_.out) | p_.out_stride * sizeof(row_t)) % 16 == 0;
+    if (whole)
+      write_pieces();
+    else
+      write_elements();
+  }
+
+ private:
+  __device__ const uint8_t* source(int step) const {
+    return source_ + step * (kRowsAtOnce * 64 * int(sizeof(row_t)));
+  }
+  __device__ row_t* out(int step) const { return out_ + step * kRowsAtOnce * p_.out_stride; }
+  __device__ bool live(int step) const { return first_ + step * kRowsAtOnce < item_.rows; }
+
+  // Several are read before the first is written.
+  __device__ __forceinline__ void write_pieces() const {
+#pragma unroll
+    for (int first = 0; first < kSteps; first += kTogether) {
+      if (!live(first)) return;
+      uint4 piece[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) piece[i] = *reinterpret_cast<const uint4*>(source(first + i));
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i)
+        if (live(first + i)) global::store_16(out(first + i), piece[i]);
     }
   }
-}
+
+  __device__ __forceinline__ void write_elements() const {
+#pragma unroll 1
+    for (int step = 0; live(step); ++step)
+#pragma unroll 1
+      for (int i = 0; i < kOfPiece && feature_ + i < p_.features; ++i)
+        out(step)[i] = reinterpret_cast<const row_t*>(source(step))[i];
+  }
+
+  const GroupedParams& p_;
+  const GroupedItem& item_;
+  const GroupedPlace<false>& place_;
+  uint8_t* staged_;
+  const uint8_t* source_;
+  row_t* out_;
+  int first_, feature_;
+};
 
 // The activation of gate and up, and its way through shared memory to rows in global memory: bf16, or e4m3 with a scale for
 // each row and 64 features, whose maximum the eight warps find together.
