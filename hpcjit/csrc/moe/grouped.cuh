@@ -49,12 +49,14 @@ __device__ __forceinline__ void grouped_compute(const GroupedParams& p, GroupedR
 #pragma unroll 1
   for (int rows; next_item(ring, rows);) {
     with_columns<Shape::kTokens>(rows, [&](auto columns) {
+      constexpr int n = columns / 2;
       GroupedSums<Config, kGateUp, columns> sums(place);
       const GroupedItem item = sums.run(ring, p.depth);
       if constexpr (kGateUp)
-        HiddenStore<Config, columns / 2>(p, item, place, ring.staged()).run(sums.value);
+        HiddenStore<Config, n>(p, item, place, ring.staged()).run(sums.value);
       else
-        store_rows<Config>(p, item, place, ring.staged() + place.group * Shape::kPartialBytes, sums.value);
+        RowStore<Config, n>(p, item, place, ring.staged() + place.group * Shape::kPartialBytes)
+            .run(sums.value);
     });
   }
 }

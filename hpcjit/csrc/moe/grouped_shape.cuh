@@ -70,8 +70,7 @@ struct GroupedShape {
   static constexpr int kItemFloats = sizeof(GroupedItem) / 4;
   static constexpr int kWeightScales = Config::kQuant == kQuantChannel ? kWeightRows : 4;
   static constexpr int kSideFloats = kItemFloats + (kScaled ? kParts * kTokens + kWeightScales : 0);
-  static constexpr int kHiddenPitch = kHidden * int(sizeof(weight_t)) + 16;
-  static constexpr int kHiddenBytes = kTokens * kHiddenPitch;
+  static constexpr int kHiddenBytes = kTokens * kHidden * int(sizeof(weight_t));
   static constexpr int kMaxima = 9 * kTokens * 4;                              // of each warp; inverse scales
   static constexpr int kPartialBytes = kTokens * 64 * int(sizeof(partial_t));  // of a warpgroup
   static constexpr int kStaged = kGateUp ? kHiddenBytes + kMaxima : 2 * kPartialBytes;

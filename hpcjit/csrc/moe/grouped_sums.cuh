@@ -92,8 +92,7 @@ class GroupedSums {
 
   // As many chains of kStages stages as are left.
   template <int kStages>
-  __device__ __forceinline__ void add_chains(Ring& ring, Ring& last, int& stages,
-                                             [[maybe_unused]] bool add) {
+  __device__ __forceinline__ void add_chains(Ring& ring, Ring& last, int& stages, [[maybe_unused]] bool add) {
 #pragma unroll 1
     for (; stages >= kStages; add = true) {
       if constexpr (kScaled) {
@@ -206,19 +205,22 @@ class GroupedSums {
     }
   }
 
+  // By the scale of the row, times that of all weights where there is one.
   __device__ __forceinline__ void scale_rows(const Ring& ring) {
     const float* own = row_scales_of(ring, 0);
+    const float weight = Config::kQuant == kQuantTensor ? weight_scales_of(ring)[0] : 1.f;
 #pragma unroll
     for (int j = 0; j < kSums / 4; ++j) {
-      const float2 row = *reinterpret_cast<const float2*>(own + 8 * j);
+      float2 row = *reinterpret_cast<const float2*>(own + 8 * j);
+      if constexpr (Config::kQuant == kQuantTensor) row = make_float2(row.x * weight, row.y * weight);
 #pragma unroll
       for (int i = 0; i < 4; ++i) value[4 * j + i] *= i % 2 ? row.y : row.x;
     }
   }
 
-  // FP8 without blocks of weights: by a scale of all of them, or of a thread's two features.
+  // FP8 without blocks of weights: by a scale of all of them, where rows had theirs along K, or of a thread's two features.
   __device__ __forceinline__ void scale_features(const Ring& ring) {
-    if constexpr (Config::kQuant == kQuantTensor || Config::kQuant == kQuantChannel) {
+    if constexpr ((Config::kQuant == kQuantTensor && kByGroup) || Config::kQuant == kQuantChannel) {
       const float* own = weight_scales_of(ring);
       float scale[2] = {own[0], own[0]};
       if constexpr (Config::kQuant == kQuantChannel) {

@@ -7,12 +7,14 @@ namespace hpcjit {
 
 enum class Activation { kNone, kSilu, kGelu, kGeluTanh };
 
-// 1 / (1 + exp(-x)) times x, without overflow: exp(-x) = inf gives x * 0.
+// 1 / (1 + exp(-argument)) times x, without overflow: exp(-argument) = inf gives x * 0. The fast form gives that from 2^126 on,
+// and an exponential below 2^-126 would not change the sum: so neither handles subnormals.
 template <bool kPrecise>
 __device__ __forceinline__ float times_sigmoid(float x, float argument) {
   if constexpr (kPrecise) return x / (1.f + expf(-argument));
-  float r;
-  asm("rcp.approx.f32 %0, %1;" : "=f"(r) : "f"(1.f + __expf(-argument)));
+  float e, r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(argument * -1.4426950408889634f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.f + e));
   return x * r;
 }
 

@@ -1,4 +1,4 @@
-// Words in global memory by which the blocks of a grid find each other.
+// Global memory: words by which the blocks of a grid find each other, and what C++ has no word for.
 #pragma once
 #include <stdint.h>
 
@@ -30,6 +30,13 @@ __device__ __forceinline__ bool arrive_last(uint32_t* word, uint32_t arrivals) {
                : "l"(word), "r"(arrivals - 1)
                : "memory");
   return before == arrivals - 1;
+}
+
+// By one access; the compiler may cut an assignment of a uint4 into words.
+__device__ __forceinline__ void store_16(void* target, const uint4& x) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(x.x), "r"(x.y), "r"(x.z),
+               "r"(x.w)
+               : "memory");
 }
 
 // Between what threads wrote to global memory and asynchronous copies (TMA, bulk) that read it: by the thread that wrote,
