@@ -220,14 +220,10 @@ class HiddenStore {
   __device__ __forceinline__ float find_scale() {
     const int column = thread();
     if (column >= item_.rows) return 0.f;
-    float largest[8];
+    float largest = maxima_[column];
 #pragma unroll
-    for (int warp = 0; warp < 8; ++warp) largest[warp] = maxima_[warp * kColumns + column];
-#pragma unroll
-    for (int step = 4; step > 0; step /= 2)
-#pragma unroll
-      for (int i = 0; i < step; ++i) largest[i] = fmaxf(largest[i], largest[i + step]);
-    const float scale = fmaxf(largest[0], kQuantFloor) / kE4m3Max;
+    for (int warp = 1; warp < 8; ++warp) largest = fmaxf(largest, maxima_[warp * kColumns + column]);
+    const float scale = fmaxf(largest, kQuantFloor) / kE4m3Max;
     maxima_[8 * kColumns + column] = 1.f / scale;
     return scale;
   }
