@@ -272,6 +272,22 @@ class TestPlan:
         sizes = [_fused_moe_plan.tile_rows(pairs, 8) for pairs in (1, 64, 65, 160, 161, 384, 385, 10**6)]
         assert sizes == [16, 16, 32, 32, 64, 64, 128, 128]
 
+    @pytest.mark.parametrize(
+        ("tokens", "experts", "top_k", "own"),
+        [(64, 128, 8, (128, 512)), (65, 129, 8, (256, 1024)), (128, 512, 8, (512, 1024)), (20, 32, 1, (32, 512))],
+    )
+    def test_blocks_find_the_plan_of_few_pairs(self, tokens: int, experts: int, top_k: int, own: tuple[int, int]):
+        config = _fused_moe_plan.chain_plan(OP, made(Maker("meta"), tokens, experts, 128, 64, top_k)).config
+        assert (config.own_experts, config.own_pairs) == own
+
+    @pytest.mark.parametrize(
+        ("tokens", "experts", "top_k", "options"),
+        [(129, 128, 1, {}), (128, 128, 9, {}), (16, 513, 8, {}), (16, 128, 8, {"on_input": True})],
+    )
+    def test_a_launch_finds_that_of_more(self, tokens: int, experts: int, top_k: int, options: dict):
+        config = _fused_moe_plan.chain_plan(OP, made(Maker("meta"), tokens, experts, 128, 64, top_k, **options)).config
+        assert (config.own_experts, config.own_pairs) == (0, 0)
+
     @every_mode
     def test_parts_of_the_workspace_do_not_overlap(self, quant: str, codes: bool):
         a = made(Maker("meta"), 300, 8, 512, 192, 4, quant=quant, codes=codes)

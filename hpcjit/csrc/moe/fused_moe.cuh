@@ -1,13 +1,15 @@
 // A mixture of experts, from activations and routing to the weighted sum, in a chain of dependent launches:
 //
 //   quantise  x to FP8 (kQuantise)                                                   fused_moe_rows.cuh
-//   plan      pairs sorted by expert, tiles of rows of one expert                    plan.cuh, one or two launches
+//   plan      pairs sorted by expert, tiles of rows of one expert                    plan.cuh, one or two launches, or none:
+//                                                          blocks of gate-up find it (kOwnExperts)   grouped_plan.cuh
 //   gate-up   hidden[r] = act(gate) * up, rows gathered from x                       grouped.cuh
 //   down      row[r] = hidden[r] * w2^T                                              grouped.cuh
 //   combine   out[t] = sum of weight * row over the token's pairs, + shared_output   fused_moe_rows.cuh
 //
 // Each waits for the one before it (pdl::wait), which had waited for its own predecessor, so all earlier results are there
-// as well. Down reads the plan and asks for weights before it waits: gate-up triggers only when it has waited for the plan.
+// as well. Down reads the plan and asks for weights before it waits: gate-up triggers only when it has waited for the plan, or
+// written it.
 // Nothing is read by the host: grids depend on shapes alone. All that passes from one to the next lies in the workspace, at
 // the offsets `at_...`; none of it needs to be cleared.
 #pragma once
@@ -60,10 +62,12 @@ struct FusedMoeParams {
 template <class Config>
 struct FusedMoe {
   using Params = FusedMoeParams;
+  static constexpr bool kOwnPlan = Config::kOwnExperts > 0;
 
   static cudaError_t prepare() {
     cudaFuncAttributes attributes;
-    cudaError_t status = PlanLaunch<Config>::prepare();
+    cudaError_t status = cudaSuccess;
+    if constexpr (!kOwnPlan) status = PlanLaunch<Config>::prepare();
     if (Config::kQuantise != 0 && status == cudaSuccess)
       status = cudaFuncGetAttributes(&attributes, quantise_kernel<Config::kQuantise>);
     if (status != cudaSuccess) return status;
@@ -94,6 +98,7 @@ struct FusedMoe {
   }
 
   static cudaError_t plan(const Params& p, cudaStream_t stream) {
+    if constexpr (kOwnPlan) return cudaSuccess;
     AlignParams a = {};
     a.topk_ids = p.topk_ids;
     a.sorted_token_ids = at<int32_t>(p, p.at_sorted);
@@ -142,6 +147,9 @@ struct FusedMoe {
     g.out_stride = p.intermediate_size;
     g.out_scale = at<float>(p, p.at_hidden_scale);
     g.out_scale_stride = g.feature_tiles;
+    uint4* tiles = at<uint4>(p, p.at_tiles);
+    g.own = {p.topk_ids,   tiles + 1,         &num_tiles(p),       at<int32_t>(p, p.at_position),
+             p.ids_stride, int(p.num_tokens), int(p.expert_offset)};
     return g;
   }
 

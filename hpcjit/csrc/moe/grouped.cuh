@@ -19,7 +19,7 @@
 // fp32); barriers. A full barrier counts the thread that asks for boxes and all that copy (grouped_load.cuh); an empty one
 // the warps that compute, whose products have completed by then.
 //
-// This file: a launch of one product. How many items there are stands in memory (grouped_walk.cuh).
+// This file: a launch of one product. Which items there are says a plan (grouped_plan.cuh).
 #pragma once
 #include "hpcjit/ptx/pdl.cuh"
 #include "hpcjit/ptx/registers.cuh"
@@ -63,14 +63,14 @@ __device__ __forceinline__ void grouped_compute(const GroupedParams& p, GroupedR
 
 // The warps that copy, `thread` counts theirs.
 template <class Config, bool kGateUp>
-__device__ __forceinline__ void grouped_copy(const GroupedParams& p, const CUtensorMap& weights,
-                                             const CUtensorMap& rows,
+__device__ __forceinline__ void grouped_copy(const GroupedParams& p, const GroupedPlan<Config, kGateUp>& plan,
+                                             const CUtensorMap& weights, const CUtensorMap& rows,
                                              const GroupedRing<Config, kGateUp>& ring, int thread) {
   using Shape = GroupedShape<Config, kGateUp>;
   if (thread < 32)
-    BoxLoader<Config, kGateUp>(p, weights, rows, ring).run();
+    BoxLoader<Config, kGateUp>(p, plan, weights, rows, ring).run();
   else if constexpr (Shape::kRowWarps > 0)
-    if (thread < 32 * Shape::kCopyWarps) RowLoader<Config, kGateUp>(p, ring, thread - 32).run();
+    if (thread < 32 * Shape::kCopyWarps) RowLoader<Config, kGateUp>(p, plan, ring, thread - 32).run();
 }
 
 template <class Config, bool kGateUp>
@@ -82,6 +82,8 @@ __global__ void __launch_bounds__(GroupedShape<Config, kGateUp>::kThreads,
   extern __shared__ uint8_t raw[];
   uint8_t* smem = grouped_memory(raw);
   const GroupedRing<Config, kGateUp> ring{copy::shared_address(smem)};
+  GroupedPlan<Config, kGateUp> plan(p, smem);
+  plan.clear();
   if (threadIdx.x == 0) {
     init_ring(ring);
     mbarrier::fence_init();
@@ -91,12 +93,14 @@ __global__ void __launch_bounds__(GroupedShape<Config, kGateUp>::kThreads,
     if constexpr (!kGateUp) tma::prefetch_map(&rows);
   }
   __syncthreads();
+  plan.find();
   if (threadIdx.x >= Shape::kComputing) {
     if constexpr (Shape::kRaises) release_registers<Shape::kCopying>();
-    grouped_copy<Config, kGateUp>(p, weights, rows, ring, int(threadIdx.x) - Shape::kComputing);
+    grouped_copy<Config, kGateUp>(p, plan, weights, rows, ring, int(threadIdx.x) - Shape::kComputing);
   } else {
     if constexpr (Shape::kRaises) claim_registers<Shape::kRaised>();
     pdl::wait();
+    plan.publish();
     pdl::trigger();  // not before: a dependent looks at the plan, which is there now
     grouped_compute<Config, kGateUp>(p, ring);
   }

@@ -10,7 +10,7 @@
 #include "hpcjit/ptx/mbarrier.cuh"
 #include "hpcjit/ptx/pdl.cuh"
 #include "moe/grouped_map.cuh"
-#include "moe/grouped_walk.cuh"
+#include "moe/grouped_plan.cuh"
 
 namespace hpcjit::moe {
 
@@ -21,10 +21,11 @@ class BoxLoader {
 
  public:
   using Ring = GroupedRing<Config, kGateUp>;
+  using Plan = GroupedPlan<Config, kGateUp>;
 
-  __device__ BoxLoader(const GroupedParams& p, const CUtensorMap& weights, const CUtensorMap& rows,
-                       const Ring& ring)
-      : p_(p), weights_(weights), rows_(rows), ring_(ring) {
+  __device__ BoxLoader(const GroupedParams& p, const Plan& plan, const CUtensorMap& weights,
+                       const CUtensorMap& rows, const Ring& ring)
+      : p_(p), plan_(plan), weights_(weights), rows_(rows), ring_(ring) {
     stages_ = (p.depth + Shape::kStageK - 1) / Shape::kStageK;
   }
 
@@ -35,12 +36,12 @@ class BoxLoader {
     if (p_.planned) {
       Ring ring = ring_;
       bool more = true;
-      for (GroupedWalk<Shape::kTokens> walk(p_); __shfl_sync(~0u, more, 0) && walk.next(item);)
+      for (auto walk = plan_.walk(); __shfl_sync(~0u, more, 0) && walk.next(item);)
         if (leads()) more = begin(item, ring);
     }
     pdl::wait();
     if constexpr (!kGateUp) global::fence_async();  // rows may have been written by threads
-    for (GroupedWalk<Shape::kTokens> walk(p_); walk.next(item);)
+    for (auto walk = plan_.walk(); walk.next(item);)
       if (leads()) load(item);
     if (leads()) {
       mbarrier::wait(ring_.empty(), ring_.parity ^ 1);
@@ -93,6 +94,7 @@ class BoxLoader {
   }
 
   const GroupedParams& p_;
+  const Plan& plan_;
   const CUtensorMap &weights_, &rows_;
   Ring ring_;
   int stages_, asked_ = 0;  // stages from the ring's place on whose weights have been asked for
@@ -188,15 +190,16 @@ class RowLoader {
 
  public:
   using Ring = GroupedRing<Config, kGateUp>;
+  using Plan = GroupedPlan<Config, kGateUp>;
 
-  __device__ RowLoader(const GroupedParams& p, const Ring& ring, int thread)
-      : p_(p), ring_(ring), scales_(p, thread), thread_(thread) {}
+  __device__ RowLoader(const GroupedParams& p, const Plan& plan, const Ring& ring, int thread)
+      : p_(p), plan_(plan), ring_(ring), scales_(p, thread), thread_(thread) {}
 
   __device__ __forceinline__ void run() {
     pdl::wait();
     const int stages = (p_.depth + Shape::kStageK - 1) / Shape::kStageK;
     GroupedItem item;
-    for (GroupedWalk<Shape::kTokens> walk(p_); walk.next(item);) {
+    for (auto walk = plan_.walk(); walk.next(item);) {
       if constexpr (kGateUp) find_rows(item);
 #pragma unroll 1
       for (int k = 0; k < stages; ++k) {
@@ -214,7 +217,7 @@ class RowLoader {
  private:
   __device__ void find_rows(const GroupedItem& item) {
     const uint32_t stride = uint32_t(p_.row_stride * int(sizeof(weight_t)) / 16);
-    const auto token = [&](int r) { return int(p_.sorted[item.first + r] / unsigned(p_.top_k)); };
+    const auto token = [&](int r) { return plan_.token(item.first + r); };
 #pragma unroll
     for (int j = 0; j < kRowsOfThread; ++j) {
       const int r = thread_ / 8 + kRowsAtOnce * j;
@@ -239,6 +242,7 @@ class RowLoader {
   }
 
   const GroupedParams& p_;
+  const Plan& plan_;
   Ring ring_;
   ScaleLoader<Config, kGateUp, kThreads> scales_;
   int thread_;

@@ -2,6 +2,7 @@
 #pragma once
 #include "hpcjit/ptx/copy.cuh"
 #include "hpcjit/types.cuh"
+#include "moe/token_plan.cuh"
 
 namespace hpcjit::moe {
 
@@ -11,6 +12,16 @@ constexpr int kWeightRows = 128;  // of an item: 64 for each warpgroup that mult
 constexpr int kWeightBytes = kWeightRows * kRowBytes;
 constexpr int kScaleBlock = 128,
               kHidden = 64;  // features that share a scale: of weights, and of the hidden activation
+
+// Routing, for a launch that finds its plan itself, and where that goes; see grouped_plan.cuh.
+struct OwnPlanParams {
+  const int32_t* topk_ids;
+  uint4* tiles;
+  int32_t* num_tiles;
+  int32_t* position;  // [token][top_k]
+  int64_t ids_stride;
+  int num_tokens, expert_offset;
+};
 
 // Of one product: rows[r] (K elements) times the weights of the row's expert.
 struct GroupedParams {
@@ -32,6 +43,7 @@ struct GroupedParams {
   int feature_tiles;  // items of a tile
   int most_tiles;     // for which `tiles` has room
   bool planned;       // whether the plan was there when the launch before this one let this one start
+  OwnPlanParams own;
 };
 
 // Up to kTokens rows of one expert, and 128 rows of its weights: kGateUp, 64 of gate and 64 of up. Tiles may come from a
@@ -40,6 +52,20 @@ struct alignas(16) GroupedItem {
   int expert, first, rows, feature_tile;
 };
 constexpr int kNoItem = -1;  // feature_tile
+
+// Room for a plan of a block's own: none, or for the most experts, tokens and pairs of a call.
+template <class Config, bool kGateUp, int kThreads>
+struct OwnRoom {
+  static constexpr int kExperts = 0, kPairs = 0, kBytes = 0;
+};
+template <class Config, int kThreads>
+struct OwnRoom<Config, true, kThreads> {
+  static constexpr int kExperts = Config::kOwnExperts, kPairs = Config::kOwnPairs, kTokens = 128;
+  using Plan = TokenPlan<kThreads, kExperts, kTokens, Config::kTokens>;
+  static constexpr int kMask = Plan::max_tiles(kPairs) * 8, kScan = kMask + kExperts * Plan::kWords * 4;
+  static constexpr int kStart = kScan + Plan::kWarps * 4, kTokenList = kStart + kExperts * 2;
+  static constexpr int kBytes = kExperts == 0 ? 0 : (kTokenList + kPairs * 2 + 15) / 16 * 16;
+};
 
 template <class Config, bool kGateUp>
 struct GroupedShape {
@@ -76,12 +102,14 @@ struct GroupedShape {
   static constexpr int kStaged = kGateUp ? kHiddenBytes + kMaxima : 2 * kPartialBytes;
   static constexpr int kPerStage = kStageBytes + kSideFloats * 4 + 16;
   static constexpr int kBudget = 228 * 1024 / kPerSm - 2048;  // what a block takes besides, and for alignment
-  static constexpr int kFit = (kBudget - kStaged) / kPerStage;
+  using Own = OwnRoom<Config, kGateUp, kThreads>;
+  static constexpr int kFit = (kBudget - kStaged - Own::kBytes) / kPerStage;
   static constexpr int kStages = kFit < 12 ? kFit : 12;
   static constexpr int kStagedAt = kStages * kStageBytes;
   static constexpr int kSide = kStagedAt + kStaged;
   static constexpr int kBarriers = kSide + kStages * kSideFloats * 4;
-  static constexpr int kSmem = kBarriers + kStages * 16 + 1024;
+  static constexpr int kOwnAt = kBarriers + kStages * 16;
+  static constexpr int kSmem = kOwnAt + Own::kBytes + 1024;
   static_assert(!kRaises || kCopying * (kThreads - kComputing) + kRaised * kComputing <=
                                 65536 / kThreads / 8 * 8 * kThreads);
   static_assert(kStages >= 3 && kTokens <= 128 && kTokens % 16 == 0);

@@ -18,6 +18,10 @@ _DOWN_FEATURES = 128  # of an item
 # The most rows of an expert, were all even, for which tiles have room for so many rows: most experts then have one.
 _MEAN_ROWS = {16: 8, 32: 20, 64: 48}
 
+# Of calls whose blocks of gate-up find the plan by themselves. Tokens are bits of a mask for each expert.
+_OWN_EXPERTS, _OWN_PAIRS, _OWN_TOKENS = (32, 128, 256, 512), (512, 1024), 128
+_NO_SORTERS = Sorters(1, 256, False, False, False)
+
 
 @dataclass(frozen=True)
 class FusedMoeConfig(Config):
@@ -33,6 +37,8 @@ class FusedMoeConfig(Config):
     plan_counted: bool = False
     plan_match: bool = False
     ids_strided: bool = False
+    own_experts: int = 0  # blocks of gate-up find the plan by themselves, for up to so many experts
+    own_pairs: int = 0
     weights_on_input: bool = False
     has_shared: bool = False
     half_groups: bool = True  # scales of the hidden activation are of 64 features
@@ -66,9 +72,25 @@ def tile_rows(num_pairs: int, num_experts: int) -> int:
     return next((rows for rows, most in _MEAN_ROWS.items() if mean <= most), 128)
 
 
+def _own_plan(a: FusedMoeArgs) -> tuple[int, int]:
+    """For how many experts and pairs blocks of gate-up have room to find the plan by themselves; 0, 0: a launch finds it.
+
+    The sum of the weights of a token that names an expert twice does not pass through an activation, so not with weights on
+    the input.
+    """
+    num_pairs = a.topk_ids.numel()
+    if num_pairs > _OWN_PAIRS[-1] or a.topk_ids.shape[0] > _OWN_TOKENS or a.apply_weights_on_input:
+        return 0, 0
+    experts = next((most for most in _OWN_EXPERTS if a.num_experts <= most), 0)
+    return experts, next(most for most in _OWN_PAIRS if num_pairs <= most) if experts else 0
+
+
 def _config(op: str, a: FusedMoeArgs, by: Sorters) -> FusedMoeConfig:
     num_pairs = a.topk_ids.numel()
     rows = tile_rows(num_pairs, a.num_experts)
+    own_experts, own_pairs = _own_plan(a)
+    if own_experts:
+        by = _NO_SORTERS
     return FusedMoeConfig(
         weight_t="bf16" if a.quant == "bf16" else "e4m3",
         partial_t="fp32" if num_pairs <= _WIDE_PAIRS else "bf16",
@@ -81,7 +103,9 @@ def _config(op: str, a: FusedMoeArgs, by: Sorters) -> FusedMoeConfig:
         plan_clustered=by.clustered,
         plan_counted=by.counted,
         plan_match=by.match,
-        ids_strided=checks.rows(op, "topk_ids", a.topk_ids)[1] != a.topk_ids.shape[1],
+        ids_strided=not own_experts and checks.rows(op, "topk_ids", a.topk_ids)[1] != a.topk_ids.shape[1],
+        own_experts=own_experts,
+        own_pairs=own_pairs,
         weights_on_input=a.apply_weights_on_input,
         has_shared=a.shared_output is not None,
     )
