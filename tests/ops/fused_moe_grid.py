@@ -44,6 +44,14 @@ def _all_to_one(m: Maker, a: FusedMoeArgs) -> dict[str, torch.Tensor | None]:
     return {}
 
 
+def _twice(m: Maker, a: FusedMoeArgs) -> dict[str, torch.Tensor | None]:
+    """The first choice again as the third; every fifth pair belongs to nobody."""
+    if not a.topk_ids.is_meta:
+        a.topk_ids[:, 2] = a.topk_ids[:, 0]
+        a.topk_ids.view(-1)[::5] = -(2**31)
+    return {}
+
+
 def _nan_row(m: Maker, a: FusedMoeArgs) -> dict[str, torch.Tensor | None]:
     """NaN in one token, infinity in another: each spoils itself alone."""
     a.x[2, 5] = NAN
@@ -117,6 +125,15 @@ GRID = [
     Mixed(Experts(45, 6, 256, 192, 2, "fp8_block"), "tiles of 32 rows"),
     Mixed(Experts(100, 4, 256, 256, 1, "fp8_block", False), "tiles of 64 rows"),
     Mixed(Experts(190, 3, 256, 192, 2, "fp8_block"), "tiles of 128 rows: two warpgroups"),
+    Mixed(Experts(128, 512, 128, 64, 8), "most tokens, pairs and experts whose plan a block finds by itself"),
+    Mixed(Experts(64, 8, 256, 192, 8), "512 pairs, tiles of 128 rows of a plan of the block's own"),
+    Mixed(Experts(57, 200, 128, 64, 9), "513 pairs; experts of no whole warp"),
+    Mixed(
+        Experts(128, 40, 256, 64, 8, "fp8_block"),
+        "an expert twice in a token, ids of nobody, in every word of tokens",
+        _twice,
+    ),
+    Mixed(Experts(128, 40, 256, 64, 9, "bf16", False), "more pairs than blocks find by themselves"),
     Mixed(Experts(700, 16, 1536, 64, 8, shared=True), "pairs are sorted by several blocks, rows kept in bfloat16"),
 ]
 

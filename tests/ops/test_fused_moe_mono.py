@@ -39,7 +39,7 @@ def counters_are_zero() -> bool:
 class TestChoice:
     @pytest.mark.parametrize(
         ("tokens", "experts", "few"),
-        [(1, 128, True), (8, 128, True), (9, 128, False), (2048, 128, False), (1, 15, False)],
+        [(1, 128, True), (3, 128, True), (4, 128, False), (2048, 128, False), (1, 15, False)],
     )
     def test_few_tokens(self, tokens: int, experts: int, few: bool):
         assert planned(tokens, experts, 4096, 192, 8) == ("moe.fused_moe_mono" if few else "moe.fused_moe")
@@ -48,6 +48,11 @@ class TestChoice:
         """Of 64 choices 8 are of experts that are here."""
         a = made(Maker("meta"), 8, 16, 4096, 192, 8, global_experts=128)
         assert fused_moe_op.plan(*a).template.op == "moe.fused_moe_mono"
+
+    def test_long_weights_are_read_faster_by_launches(self):
+        """One token's, of three times the intermediate size and as many bytes as four tokens' of bfloat16."""
+        assert planned(1, 128, 4096, 576, 8) == "moe.fused_moe_mono"
+        assert planned(1, 128, 4096, 768, 8) == "moe.fused_moe"
 
     @pytest.mark.parametrize(
         ("sizes", "options"),

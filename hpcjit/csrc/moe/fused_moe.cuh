@@ -63,13 +63,15 @@ template <class Config>
 struct FusedMoe {
   using Params = FusedMoeParams;
   static constexpr bool kOwnPlan = Config::kOwnExperts > 0;
+  static_assert(!kOwnPlan || !Config::kWeightsOnInput);  // there is no list of sorted pairs then
 
   static cudaError_t prepare() {
     cudaFuncAttributes attributes;
     cudaError_t status = cudaSuccess;
     if constexpr (!kOwnPlan) status = PlanLaunch<Config>::prepare();
-    if (Config::kQuantise != 0 && status == cudaSuccess)
-      status = cudaFuncGetAttributes(&attributes, quantise_kernel<Config::kQuantise>);
+    if constexpr (Config::kQuantise != 0)
+      if (status == cudaSuccess)
+        status = cudaFuncGetAttributes(&attributes, quantise_kernel<Config::kQuantise>);
     if (status != cudaSuccess) return status;
     status = cudaFuncGetAttributes(&attributes, combine_kernel<Config>);
     if (status == cudaSuccess) status = GroupedLaunch<Config, true>::prepare();
@@ -84,7 +86,6 @@ struct FusedMoe {
   static int32_t& num_tiles(const Params& p) { return *at<int32_t>(p, p.at_tiles); }
 
   static cudaError_t quantise(const Params& p, cudaStream_t stream) {
-    if constexpr (Config::kQuantise == 0) return cudaSuccess;
     QuantiseParams q = {};
     q.x = static_cast<const bf16*>(p.x);
     q.out = at<e4m3>(p, p.at_x);
@@ -98,7 +99,6 @@ struct FusedMoe {
   }
 
   static cudaError_t plan(const Params& p, cudaStream_t stream) {
-    if constexpr (kOwnPlan) return cudaSuccess;
     AlignParams a = {};
     a.topk_ids = p.topk_ids;
     a.sorted_token_ids = at<int32_t>(p, p.at_sorted);
@@ -187,8 +187,10 @@ struct FusedMoe {
   }
 
   static cudaError_t launch(const Params& p, cudaStream_t stream) {
-    cudaError_t status = quantise(p, stream);
-    if (status == cudaSuccess) status = plan(p, stream);
+    cudaError_t status = cudaSuccess;
+    if constexpr (Config::kQuantise != 0) status = quantise(p, stream);
+    if constexpr (!kOwnPlan)
+      if (status == cudaSuccess) status = plan(p, stream);
     if (status != cudaSuccess) return status;
     const GroupedParams first = gate_up(p);
     GroupedParams second = down(p);

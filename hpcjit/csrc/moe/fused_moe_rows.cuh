@@ -78,9 +78,9 @@ struct CombineParams {
   int hidden_size, top_k;
 };
 
-// Many rows, which are in bf16 then, take as many blocks an SM as registers allow: a block waits for memory twice.
+// As many blocks an SM as registers allow: a block waits for memory twice.
 template <class Config>
-__global__ void __launch_bounds__(kRowThreads, sizeof(typename Config::partial_t) == 2 ? 4 : 1)
+__global__ void __launch_bounds__(kRowThreads, Config::kWeightsOnInput ? 3 : 4)
     combine_kernel(const __grid_constant__ CombineParams p) {
   using row_t = typename Config::partial_t;
   constexpr int kBatch = 8;

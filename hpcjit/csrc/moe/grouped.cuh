@@ -16,8 +16,8 @@
 //
 // Shared memory: ring, 1024-byte aligned: kStages x (weights [128][128 B], rows [kTokens][128 B], all swizzled); rows to be
 // written; beside the ring kStages x (the item, or that there are no more; scales of rows [parts][kTokens] and of weights,
-// fp32); barriers. A full barrier counts the thread that asks for boxes and all that copy (grouped_load.cuh); an empty one
-// the warps that compute, whose products have completed by then.
+// fp32); barriers; the block's own plan. A full barrier counts the thread that asks for boxes and all that copy
+// (grouped_load.cuh); an empty one the warps that compute, whose products have completed by then.
 //
 // This file: a launch of one product. Which items there are says a plan (grouped_plan.cuh).
 #pragma once

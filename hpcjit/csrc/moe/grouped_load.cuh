@@ -29,8 +29,8 @@ class BoxLoader {
     stages_ = (p.depth + Shape::kStageK - 1) / Shape::kStageK;
   }
 
-  // From the start of the launch. Where the plan is older than the launch before this one, which writes the rows, the first
-  // weights are asked for while that one ends.
+  // From the start of the launch. Where the plan was there when the launch before this one, which writes the rows, let this
+  // one start, the first weights are asked for while that one ends.
   __device__ __forceinline__ void run() {
     GroupedItem item;
     if (p_.planned) {

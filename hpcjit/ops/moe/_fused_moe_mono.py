@@ -17,8 +17,8 @@ _WARPS = 8  # that compute
 _SMEM = 227 * 1024
 _PREFETCH = 64 << 10  # bytes that a block fetches to L2 while it makes the plan,
 _PREFETCHED = 32 << 20  # where all that is needed stays there until it is
-_MOST_ROWS = 0.5  # of an expert, were all even, up to which one launch wins (docs/perf/fused_moe_mono.md)
-_LONGEST = 1024  # intermediate sizes with which it does; at 1536 it is even, at 2048 behind
+# Up to which one launch wins (docs/perf/fused_moe_mono.md): rows of an expert, were all even; bytes of weights for all pairs.
+_MOST_ROWS, _MOST_BYTES = 0.5, 60 << 20
 _MIN_STAGES = {1: 3, 2: 4}  # of the ring, by groups
 _PART = 256  # bytes of K of a down slot
 _EXPERTS_STEP = 32  # a config serves so many numbers of experts
@@ -138,8 +138,9 @@ def _workspace(a: FusedMoeArgs) -> Workspace:
 
 def pays(a: FusedMoeArgs) -> bool:
     """Whether it was measured to be the faster way: it costs less to start, and reads weights more slowly."""
-    few = a.topk_ids.numel() <= _MOST_ROWS * (a.num_global_experts or a.num_experts)
-    return few and a.intermediate_size <= _LONGEST
+    rows = a.topk_ids.numel() / (a.num_global_experts or a.num_experts)
+    row_bytes = 3 * a.intermediate_size * a.x.shape[1] * a.w13.element_size()
+    return rows <= _MOST_ROWS and rows * a.num_experts * row_bytes <= _MOST_BYTES
 
 
 def _chosen_bytes(a: FusedMoeArgs) -> int:
