@@ -116,8 +116,9 @@ def fused_moe(
 
     Returns:
         `out`. Products are summed in float32. h is rounded to bfloat16, or with FP8 to e4m3 with a scale for every 64 features
-        of a pair (16 with few tokens). Sums over experts are in a fixed order, so bits repeat: that of k, or with few tokens
-        one that can depend on what the other tokens of the call have chosen.
+        of a pair (16 with few tokens); a pair's result is rounded to bfloat16 before it is weighted (not with few tokens). Sums
+        over experts are in a fixed order, so bits repeat: that of k, or with few tokens one that can depend on what the other
+        tokens of the call have chosen.
 
     Raises:
         ArgumentError: shapes that do not agree, scales of another granularity than quant has, a wrong dtype, device,
