@@ -108,14 +108,14 @@ __global__ void __launch_bounds__(Config::kWarps * 32, Config::kBlocksPerSm)
 #pragma unroll 1
   while (walk.piece(p, piece)) {
     const Request r = walk.request;
-    open<Config>(p, state, r, piece.head, first_row);
+    open<Config>(p, state, smem, r, piece.head, first_row);
     if constexpr (Config::kSchedule == kInvariant) tile = team;
 #pragma unroll 1
     for (; tile < piece.end - piece.begin; tile += S::kTeams) {
       copy::wait<Config::kStages - 2>();
       wait_for_team<Config>(team);
       start_copies<Config>(p, producer, smem, team, free_stage, policy);
-      attend<Config>(p, state, r, smem.stage(team, stage), smem.scales(team, stage),
+      attend<Config>(p, state, r, first_row, smem.stage(team, stage), smem.scales(team, stage),
                      (walk.tiles.first + piece.begin + tile) * Config::kTile);
       free_stage = stage;
       stage = stage + 1 == Config::kStages ? 0 : stage + 1;

@@ -105,6 +105,7 @@ struct Shape {
   static constexpr int kTeams = Config::kWarps / Config::kRowGroups;
   static constexpr int kWarpRows = Config::kRowTiles * 8;
   static constexpr int kRows = Config::kRowGroups * kWarpRows;
+  static constexpr int kBlocks = Config::kStep / 16;  // of 16 tokens that a warp attends to at once
 
   static constexpr bool kTokenScales = Config::kKScale == 2 || Config::kVScale == 2;
   static constexpr int kScaleBytes = kTokenScales ? 2 * kTile * 4 : 0;
@@ -118,8 +119,13 @@ struct Shape {
   static constexpr bool kOwnSums = kRows * kDimV * 4 > kStageBytes;
   static constexpr int kSumsBytes = kOwnSums ? kTeams * kRows * kDimV * 4 : 0;
 
+  // Queries that do not stay in registers: a warp's own, as its lanes read them.
+  static constexpr int kQueryBytes = Config::kSharedQ ? kWarpRows * kDimK * 2 : 0;
+
   static_assert(Config::kWarps % Config::kRowGroups == 0, "whole teams");
   static_assert(kTeams <= 15 || Config::kRowGroups == 1, "a named barrier per team");
+  static_assert(Config::kTile % Config::kStep == 0 && Config::kStep % 16 == 0, "whole steps of whole blocks");
+  static_assert(!Config::kSharedQ || Config::kRowTiles == 2, "16 bytes per lane and 16 dims");
 };
 
 struct Request {
@@ -158,14 +164,22 @@ struct Smem {
                                                       team * S::kRows * S::kDimV * 4
                                                 : stage(team, free_stage));
   }
+  // This lane's part of its warp's queries: an element for every 16 dims, 32 apart.
+  __device__ __forceinline__ uint4* queries() const {
+    return reinterpret_cast<uint4*>(base + S::kRingBytes + S::kScalesBytes + S::kSumsBytes +
+                                    threadIdx.x / 32 * S::kQueryBytes) +
+           threadIdx.x % 32;
+  }
   __device__ __forceinline__ Small<Config>& small() const {
-    return *reinterpret_cast<Small<Config>*>(base + S::kRingBytes + S::kScalesBytes + S::kSumsBytes);
+    return *reinterpret_cast<Small<Config>*>(base + S::kRingBytes + S::kScalesBytes + S::kSumsBytes +
+                                             Config::kWarps * S::kQueryBytes);
   }
 };
 
 template <class Config>
-constexpr int kSmemBytes = Shape<Config>::kRingBytes + Shape<Config>::kScalesBytes +
-                           Shape<Config>::kSumsBytes + int(sizeof(Small<Config>));
+constexpr int kSmemBytes =
+    Shape<Config>::kRingBytes + Shape<Config>::kScalesBytes + Shape<Config>::kSumsBytes +
+    Config::kWarps * Shape<Config>::kQueryBytes + int(sizeof(Small<Config>));
 
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;

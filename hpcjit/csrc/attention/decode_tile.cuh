@@ -12,11 +12,16 @@
 
 namespace hpcjit::attention {
 
+// S of the tokens of a step, of 16 tokens by 8 query rows each.
+template <class Config>
+using Logits = float[Shape<Config>::kBlocks][Config::kRowTiles][4];
+
 // What stays with a warp for one piece.
 template <class Config>
 struct State {
   static constexpr int kNt = Config::kRowTiles;
   uint32_t q[Config::kHeadDim / 16][kNt][2];
+  uint4* shared_q;  // in the place of q, if they are in shared memory
   // A logit of a column is factor * z. z is S times the token's scale; with a cap it is the logit itself.
   float factor[kNt][2];
   int end[kNt][2];    // first token that a column must not see
@@ -89,16 +94,35 @@ __device__ __forceinline__ void load_q(const DecodeParams& p, State<Config>& sta
 #pragma unroll
     for (int s = 0; s < kSteps; ++s)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) state.q[s][nt][i] = raw[s][i];
+      for (int i = 0; i < 2; ++i)
+        if constexpr (Config::kSharedQ) {
+          reinterpret_cast<uint32_t*>(state.shared_q + 32 * s)[2 * nt + i] = raw[s][i];
+        } else {
+          state.q[s][nt][i] = raw[s][i];
+        }
     // The lane's columns in S^T are the rows that lanes 8 t and 8 t + 4 have loaded.
 #pragma unroll
     for (int c = 0; c < 2; ++c) state.factor[nt][c] = __shfl_sync(~0u, scale, 8 * t + 4 * c);
   }
 }
 
+// Tokens before `end` and from `begin` on are those that query row n of a request may see.
+struct Visible {
+  int begin;
+  int end;
+};
+
 template <class Config>
-__device__ __forceinline__ void open(const DecodeParams& p, State<Config>& state, const Request& r, int head,
-                                     int first_row) {
+__device__ __forceinline__ Visible visible(const DecodeParams& p, const Request& r, int n) {
+  const int behind = Config::kCausal ? r.q_len - 1 - n / int(p.group) : 0;
+  const int end = r.seq_len - max(behind, 0);
+  return {Config::kWindow ? end - int(p.window) : 0, end};
+}
+
+template <class Config>
+__device__ __forceinline__ void open(const DecodeParams& p, State<Config>& state, const Smem<Config>& smem,
+                                     const Request& r, int head, int first_row) {
+  state.shared_q = smem.queries();
   load_q<Config>(p, state, r, head, first_row);
   float scale = float(p.scale * p.k_factor);
   if constexpr (Config::kKScale == 1) scale *= p.k_scale[head * p.k_scale_head_stride];
@@ -106,11 +130,10 @@ __device__ __forceinline__ void open(const DecodeParams& p, State<Config>& state
   for (int nt = 0; nt < Config::kRowTiles; ++nt)
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const int n = first_row + nt * 8 + threadIdx.x % 4 * 2 + c;
-      const int behind = Config::kCausal ? r.q_len - 1 - n / int(p.group) : 0;
+      const Visible seen = visible<Config>(p, r, first_row + nt * 8 + threadIdx.x % 4 * 2 + c);
       state.factor[nt][c] *= scale;
-      state.end[nt][c] = r.seq_len - max(behind, 0);
-      state.begin[nt][c] = Config::kWindow ? state.end[nt][c] - int(p.window) : 0;
+      state.end[nt][c] = seen.end;
+      state.begin[nt][c] = seen.begin;
       state.max[nt][c] = -INFINITY;
       state.sum[nt][c] = 0.f;
     }
@@ -124,15 +147,14 @@ __device__ __forceinline__ void open(const DecodeParams& p, State<Config>& state
 
 // With few query rows the sums are made in two chains, for a product waits long for the one before.
 template <class Config>
-__device__ __forceinline__ void multiply_k(const State<Config>& state, uint32_t k,
-                                           float (&s)[Config::kTile / 16][Config::kRowTiles][4]) {
+__device__ __forceinline__ void multiply_k(const State<Config>& state, uint32_t k, Logits<Config>& s) {
   using S = Shape<Config>;
   using K = typename S::K;
   using mma_t = typename Config::mma_t;
   constexpr int kChains = Config::kRowTiles == 1 ? 2 : 1;
   const int lane = threadIdx.x % 32, row = lane & 15, high = lane >> 4;
 #pragma unroll
-  for (int mt = 0; mt < Config::kTile / 16; ++mt) {
+  for (int mt = 0; mt < Shape<Config>::kBlocks; ++mt) {
     float chains[kChains][Config::kRowTiles][4] = {};
 #pragma unroll
     for (int pair = 0; pair < K::kChunks / 2; ++pair) {
@@ -162,16 +184,55 @@ __device__ __forceinline__ void multiply_k(const State<Config>& state, uint32_t 
   }
 }
 
+// Every query is read once per step: tokens are the inner loop, and all of S is in the making.
+template <class Config>
+__device__ __forceinline__ void multiply_k_shared(const State<Config>& state, uint32_t k, Logits<Config>& s) {
+  using S = Shape<Config>;
+  using K = typename S::K;
+  using mma_t = typename Config::mma_t;
+  constexpr int kHalves = S::kFp8 ? 2 : 1;  // of 16 dims, in 32 bytes
+  const int lane = threadIdx.x % 32, row = lane & 15, high = lane >> 4;
+#pragma unroll
+  for (int mt = 0; mt < S::kBlocks; ++mt)
+#pragma unroll
+    for (int nt = 0; nt < Config::kRowTiles; ++nt)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[mt][nt][i] = 0.f;
+#pragma unroll
+  for (int pair = 0; pair < K::kChunks / 2; ++pair) {
+    uint32_t q[kHalves][2][2];
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      const uint4 x = state.shared_q[32 * (kHalves * pair + half)];
+      q[half][0][0] = x.x, q[half][0][1] = x.y, q[half][1][0] = x.z, q[half][1][1] = x.w;
+    }
+#pragma unroll
+    for (int mt = 0; mt < S::kBlocks; ++mt) {
+      uint32_t r[4];
+      mma::ldmatrix_x4(r, k + K::offset(mt * 16 + row, 2 * pair + high));
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        uint32_t a[4] = {r[0], r[1], r[2], r[3]};
+        if constexpr (S::kFp8) {
+          mma::e4m3x4_to_fp16(r[2 * half], a[0], a[2]);
+          mma::e4m3x4_to_fp16(r[2 * half + 1], a[1], a[3]);
+        }
+#pragma unroll
+        for (int nt = 0; nt < 2; ++nt) mma::m16n8k16<mma_t>(s[mt][nt], a, q[half][nt]);
+      }
+    }
+  }
+}
+
 // From S to z (see State); masked ones -inf. `scales` of K and V per token, where there are such.
 template <class Config>
 __device__ __forceinline__ void to_logits(const DecodeParams& p, const State<Config>& state,
-                                          const float* scales, int first, bool masked,
-                                          float (&s)[Config::kTile / 16][Config::kRowTiles][4]) {
+                                          const float* scales, int first, bool masked, Logits<Config>& s) {
   const int g = threadIdx.x % 32 / 4;
   const float cap = Config::kSoftcap ? float(p.softcap) : 0.f,
               inverse = Config::kSoftcap ? float(1. / p.softcap) : 0.f;
 #pragma unroll
-  for (int mt = 0; mt < Config::kTile / 16; ++mt)
+  for (int mt = 0; mt < Shape<Config>::kBlocks; ++mt)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int token = mt * 16 + half * 8 + g;
@@ -183,8 +244,30 @@ __device__ __forceinline__ void to_logits(const DecodeParams& p, const State<Con
           float& z = s[mt][nt][2 * half + c];
           if constexpr (Config::kKScale == 2) z *= of_token;
           if constexpr (Config::kSoftcap) z = cap * tanhf(z * state.factor[nt][c] * inverse);
-          if (masked && (first + token >= state.end[nt][c] || first + token < state.begin[nt][c]))
+          if (!Config::kBranchMask && masked &&
+              (first + token >= state.end[nt][c] || first + token < state.begin[nt][c]))
             z = -INFINITY;
+        }
+    }
+}
+
+// The tokens of a step that a row must not see: z becomes -inf. What a row may see is found out anew, for few steps
+// have such tokens and registers are dear.
+template <class Config>
+__device__ __forceinline__ void mask(const DecodeParams& p, const Request& r, int first_row, int first,
+                                     Logits<Config>& s) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int nt = 0; nt < Config::kRowTiles; ++nt)
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const Visible seen = visible<Config>(p, r, first_row + nt * 8 + lane % 4 * 2 + c);
+#pragma unroll
+      for (int mt = 0; mt < Shape<Config>::kBlocks; ++mt)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int token = first + mt * 16 + half * 8 + lane / 4;
+          if (token >= seen.end || token < seen.begin) s[mt][nt][2 * half + c] = -INFINITY;
         }
     }
 }
@@ -195,10 +278,23 @@ __device__ __forceinline__ float base2(float factor) {
   return Config::kSoftcap ? float(kLog2e) : fmaxf(factor * float(kLog2e), 1e-30f);
 }
 
+__device__ __forceinline__ float max_of_column(float m) {
+#pragma unroll
+  for (int offset = 4; offset < 32; offset *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, offset));
+  return m;
+}
+
+// Whether a maximum has grown so much that O must follow. A lazy one may lag behind by a factor of 2^8 in the weights,
+// which float32 and the exponents of 16 bits have room for.
+template <class Config>
+__device__ __forceinline__ bool has_grown(float max, float m, float factor) {
+  if constexpr (Config::kLazyMax) return (m - max) * base2<Config>(factor) > 8.f;  // false for -inf - -inf
+  return m > max;
+}
+
 // Turns z into weights and brings max, sum and O to the new maximum.
 template <class Config>
-__device__ __forceinline__ void soften(State<Config>& state,
-                                       float (&s)[Config::kTile / 16][Config::kRowTiles][4]) {
+__device__ __forceinline__ void soften(State<Config>& state, Logits<Config>& s) {
   constexpr int kNt = Config::kRowTiles;
   float max[kNt][2];
   bool grown = false;
@@ -208,10 +304,9 @@ __device__ __forceinline__ void soften(State<Config>& state,
     for (int c = 0; c < 2; ++c) {
       float m = state.max[nt][c];
 #pragma unroll
-      for (int mt = 0; mt < Config::kTile / 16; ++mt) m = fmaxf(m, fmaxf(s[mt][nt][c], s[mt][nt][2 + c]));
-#pragma unroll
-      for (int offset = 4; offset < 32; offset *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, offset));
-      grown |= m > state.max[nt][c];
+      for (int mt = 0; mt < Shape<Config>::kBlocks; ++mt) m = fmaxf(m, fmaxf(s[mt][nt][c], s[mt][nt][2 + c]));
+      if constexpr (!Config::kLazyMax) m = max_of_column(m);
+      grown |= has_grown<Config>(state.max[nt][c], m, state.factor[nt][c]);
       max[nt][c] = m;
     }
   if (__any_sync(~0u, grown)) {
@@ -219,6 +314,7 @@ __device__ __forceinline__ void soften(State<Config>& state,
     for (int nt = 0; nt < kNt; ++nt)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
+        if constexpr (Config::kLazyMax) max[nt][c] = max_of_column(max[nt][c]);
         const float shrink =
             exp2_fast((state.max[nt][c] - finite_or_zero(max[nt][c])) * base2<Config>(state.factor[nt][c]));
         state.max[nt][c] = max[nt][c];
@@ -235,9 +331,9 @@ __device__ __forceinline__ void soften(State<Config>& state,
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const float factor = base2<Config>(state.factor[nt][c]);
-      const float offset = -finite_or_zero(max[nt][c]) * factor;
+      const float offset = -finite_or_zero(Config::kLazyMax ? state.max[nt][c] : max[nt][c]) * factor;
 #pragma unroll
-      for (int mt = 0; mt < Config::kTile / 16; ++mt)
+      for (int mt = 0; mt < Shape<Config>::kBlocks; ++mt)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float weight = exp2_fast(fmaf(s[mt][nt][2 * half + c], factor, offset));
@@ -259,8 +355,7 @@ struct IsBf16<bf16> {
 // Weights of 8 bits would cost more precision than the output's rounding: in bf16 the product is made with what is left
 // of them as well.
 template <class Config>
-__device__ __forceinline__ void multiply_v(State<Config>& state, uint32_t v,
-                                           const float (&s)[Config::kTile / 16][Config::kRowTiles][4]) {
+__device__ __forceinline__ void multiply_v(State<Config>& state, uint32_t v, const Logits<Config>& s) {
   using S = Shape<Config>;
   using V = typename S::V;
   using mma_t = typename Config::mma_t;
@@ -271,7 +366,7 @@ __device__ __forceinline__ void multiply_v(State<Config>& state, uint32_t v,
   const int row = S::kFp8 ? lane & 15 : (lane & 7) + (lane >> 4) * 8;
   const int high = S::kFp8 ? lane >> 4 : (lane >> 3) & 1;
 #pragma unroll
-  for (int mt = 0; mt < Config::kTile / 16; ++mt) {
+  for (int mt = 0; mt < Shape<Config>::kBlocks; ++mt) {
     uint32_t weights[kNt][2], rest[kNt][2];
 #pragma unroll
     for (int nt = 0; nt < kNt; ++nt)
@@ -309,24 +404,32 @@ __device__ __forceinline__ void multiply_v(State<Config>& state, uint32_t v,
   }
 }
 
-// Everything between the arrival of a tile and the release of its stage. `first`: token of the tile's row 0. Rows
-// and scales without a live token are zeros.
+// Tokens `at` to `at` + kStep of a tile, of which token `first` is row 0. Rows and scales without a live token are zeros.
 template <class Config>
-__device__ __forceinline__ void attend(const DecodeParams& p, State<Config>& state, const Request& r,
-                                       unsigned char* stage, const float* scales, int first) {
+__device__ __forceinline__ void attend_step(const DecodeParams& p, State<Config>& state, const Request& r,
+                                            int first_row, unsigned char* stage, const float* scales,
+                                            int first, int at) {
   using S = Shape<Config>;
-  float s[Config::kTile / 16][Config::kRowTiles][4];
-  multiply_k<Config>(state, copy::shared_address(stage), s);
+  Logits<Config> s;
+  const uint32_t k = copy::shared_address(stage + at * S::K::kPanel);
+  if constexpr (Config::kSharedQ) {
+    multiply_k_shared<Config>(state, k, s);
+  } else {
+    multiply_k<Config>(state, k, s);
+  }
+  first += at;
+  scales += at;
   const int behind = Config::kCausal ? r.q_len - 1 : 0;
   const int window = Config::kWindow ? int(p.window) : 0;
   const bool masked =
-      first + Config::kTile > r.seq_len - behind || (Config::kWindow && first < r.seq_len - window);
+      first + Config::kStep > r.seq_len - behind || (Config::kWindow && first < r.seq_len - window);
   to_logits<Config>(p, state, scales, first, masked, s);
+  if (Config::kBranchMask && masked) mask<Config>(p, r, first_row, first, s);
   soften<Config>(state, s);
-  unsigned char* v = stage + S::K::kBytes;
+  unsigned char* v = stage + S::K::kBytes + at * S::V::kPanel;
   if constexpr (Config::kVScale == 2) {
 #pragma unroll
-    for (int mt = 0; mt < Config::kTile / 16; ++mt)
+    for (int mt = 0; mt < S::kBlocks; ++mt)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float of_token = scales[Config::kTile + mt * 16 + half * 8 + threadIdx.x % 32 / 4];
@@ -337,6 +440,15 @@ __device__ __forceinline__ void attend(const DecodeParams& p, State<Config>& sta
       }
   }
   multiply_v<Config>(state, copy::shared_address(v), s);
+}
+
+// Everything between the arrival of a tile and the release of its stage.
+template <class Config>
+__device__ __forceinline__ void attend(const DecodeParams& p, State<Config>& state, const Request& r,
+                                       int first_row, unsigned char* stage, const float* scales, int first) {
+#pragma unroll 1
+  for (int at = 0; at < Config::kTile; at += Config::kStep)
+    attend_step<Config>(p, state, r, first_row, stage, scales, first, at);
 }
 
 }  // namespace hpcjit::attention

@@ -37,6 +37,10 @@ class DecodeConfig(Config):
     warps: int = 8
     row_groups: int = 1  # warps that share a tile
     row_tiles: int = 1  # of 8 query rows, per warp
+    step: int = 16  # tokens that a warp attends to at once
+    shared_q: bool = False  # queries in shared memory, not in registers
+    branch_mask: bool = False  # nothing is masked where every row sees every token
+    lazy_max: bool = False  # sums follow a maximum only when it has grown by much
     axis_t: str = "int32"  # of costs: int64 where the tables of a batch address too much for 32 bits
     whole_tiles: bool = True  # a page holds whole tiles
     q_scale: bool = False
@@ -118,6 +122,7 @@ def config_of(a: DecodeArgs, shape: Shape) -> DecodeConfig:
         warps=warps,
         row_groups=groups,
         row_tiles=row_tiles,
+        step=tile,
         axis_t="int32" if _largest_total(shape, tile) < 2**30 else "int64",  # some cuts lie past the total
         whole_tiles=shape.page_size % tile == 0,
         q_scale=a.q_scale is not None,
