@@ -19,15 +19,6 @@
 
 namespace hpcjit::attention {
 
-template <class Config>
-__device__ __forceinline__ void wait_for_team(int team) {
-  if constexpr (Config::kRowGroups == 1) {
-    __syncwarp();
-  } else {
-    asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(Config::kRowGroups * 32) : "memory");
-  }
-}
-
 // Before and after pdl::wait(): the cuts, in shared memory, and the producer's first tiles. Each thread has the first
 // of its run of requests at hand; with one per thread that shows whether what was found out before the wait still
 // holds after it. What the producer has read beyond its first request would not be covered by that, so it starts anew
@@ -87,7 +78,8 @@ __global__ void __launch_bounds__(Config::kWarps * 32, Config::kBlocksPerSm)
   const Smem<Config> smem{dynamic_smem};
   Small<Config>& small = smem.small();
   const int warp = threadIdx.x / 32;
-  const int team = warp / Config::kRowGroups, first_row = warp % Config::kRowGroups * S::kWarpRows;
+  const int team = warp / Config::kRowGroups,
+            first_row = Config::kSplit ? 0 : warp % Config::kRowGroups * S::kWarpRows;
 
   pdl::trigger_at<Config::kTrigger, pdl::kAtStart>();
   touch_params<Config>(p, small);
@@ -115,7 +107,7 @@ __global__ void __launch_bounds__(Config::kWarps * 32, Config::kBlocksPerSm)
       copy::wait<Config::kStages - 2>();
       wait_for_team<Config>(team);
       start_copies<Config>(p, producer, smem, team, free_stage, policy);
-      attend<Config>(p, state, r, first_row, smem.stage(team, stage), smem.scales(team, stage),
+      attend<Config>(p, state, smem, r, first_row, smem.stage(team, stage), smem.scales(team, stage),
                      (walk.tiles.first + piece.begin + tile) * Config::kTile);
       free_stage = stage;
       stage = stage + 1 == Config::kStages ? 0 : stage + 1;

@@ -163,6 +163,7 @@ template <class Config>
 __device__ __forceinline__ void store_sums(const State<Config>& state, Small<Config>& small, float* o,
                                            int team, int first_row) {
   using S = Shape<Config>;
+  const int part = part_of_warp<Config>();
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int nt = 0; nt < Config::kRowTiles; ++nt)
@@ -174,10 +175,10 @@ __device__ __forceinline__ void store_sums(const State<Config>& state, Small<Con
       for (int offset = 4; offset < 32; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
       const float max =
           Config::kSoftcap ? state.max[nt][c] : state.max[nt][c] * fmaxf(state.factor[nt][c], 1e-30f);
-      if (g == 0) small.stats[n][team] = make_float2(max, sum);
-      float* row = o + n * S::kDimV;
+      if (g == 0) small.stats[n][team * S::kParts + part] = make_float2(max, sum);
+      float* row = o + n * S::kDimV + part * S::kWarpDims;
 #pragma unroll
-      for (int d = 0; d < Config::kValueHeadDim / 16; ++d)
+      for (int d = 0; d < S::kWarpDims / 16; ++d)
         if constexpr (S::kFp8) {
           *reinterpret_cast<float2*>(row + ((16 * d + 2 * g) ^ (8 * t))) =
               make_float2(state.o[d][nt][c], state.o[d][nt][2 + c]);
@@ -197,7 +198,9 @@ __device__ __forceinline__ void join_teams(const Smem<Config>& smem, int n, Row<
   row.max = -INFINITY;
 #pragma unroll
   for (int team = 0; team < S::kTeams; ++team) {
-    stats[team] = small.stats[n][team];
+    stats[team] = small.stats[n][team * S::kParts];
+#pragma unroll
+    for (int part = 1; part < S::kParts; ++part) stats[team].y += small.stats[n][team * S::kParts + part].y;
     row.max = fmaxf(row.max, stats[team].x);
   }
   row.sum = 0.f;

@@ -16,6 +16,60 @@ namespace hpcjit::attention {
 template <class Config>
 using Logits = float[Shape<Config>::kBlocks][Config::kRowTiles][4];
 
+template <class Config>
+__device__ __forceinline__ void wait_for_team(int team) {
+  if constexpr (Config::kRowGroups == 1) {
+    __syncwarp();
+  } else {
+    asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(Config::kRowGroups * 32) : "memory");
+  }
+}
+
+// Which part of the tokens and dims of its team's tile a warp has.
+template <class Config>
+__device__ __forceinline__ int part_of_warp() {
+  return Config::kSplit ? int(threadIdx.x) / 32 % Config::kRowGroups : 0;
+}
+
+// Whether it is so in any lane of those who share the tile. With kSplit a barrier of the team.
+template <class Config>
+__device__ __forceinline__ bool any_of_team(bool x) {
+  if constexpr (!Config::kSplit) return __any_sync(~0u, x);
+  const int team = threadIdx.x / 32 / Config::kRowGroups;
+  int result;
+  asm volatile(
+      "{\n"
+      ".reg .pred p, q;\n"
+      "setp.ne.s32 p, %1, 0;\n"
+      "bar.red.or.pred q, %2, %3, p;\n"
+      "selp.s32 %0, 1, 0, q;\n"
+      "}"
+      : "=r"(result)
+      : "r"(int(x)), "r"(team + 1), "n"(Config::kRowGroups * 32)
+      : "memory");
+  return result != 0;
+}
+
+// Second operands for tiles of 8 columns, two tiles per 16 bytes of the lane.
+template <int kNt>
+__device__ __forceinline__ void load_operands(uint32_t (&x)[kNt][2], const uint4* from) {
+#pragma unroll
+  for (int nt = 0; nt < kNt; nt += 2) {
+    const uint4 y = from[16 * nt];
+    x[nt][0] = y.x, x[nt][1] = y.y;
+    if (nt + 1 < kNt) x[nt + 1][0] = y.z, x[nt + 1][1] = y.w;
+  }
+}
+
+template <int kNt>
+__device__ __forceinline__ void store_operands(uint4* to, const uint32_t (&x)[kNt][2]) {
+#pragma unroll
+  for (int nt = 0; nt < kNt; nt += 2) {
+    const bool two = nt + 1 < kNt;
+    to[16 * nt] = make_uint4(x[nt][0], x[nt][1], two ? x[nt + 1][0] : 0u, two ? x[nt + 1][1] : 0u);
+  }
+}
+
 // What stays with a warp for one piece.
 template <class Config>
 struct State {
@@ -26,7 +80,7 @@ struct State {
   float factor[kNt][2];
   int end[kNt][2];    // first token that a column must not see
   int begin[kNt][2];  // first token that it may see
-  float o[Config::kValueHeadDim / 16][kNt][4];
+  float o[Shape<Config>::kWarpDims / 16][kNt][4];
   float max[kNt][2];  // of z
   float sum[kNt][2];  // of this lane's tokens only
 };
@@ -96,7 +150,8 @@ __device__ __forceinline__ void load_q(const DecodeParams& p, State<Config>& sta
 #pragma unroll
       for (int i = 0; i < 2; ++i)
         if constexpr (Config::kSharedQ) {
-          reinterpret_cast<uint32_t*>(state.shared_q + 32 * s)[2 * nt + i] = raw[s][i];
+          uint4* place = state.shared_q + 32 * (s * S::kOperands + nt / 2);
+          if (part_of_warp<Config>() == 0) reinterpret_cast<uint32_t*>(place)[nt % 2 * 2 + i] = raw[s][i];
         } else {
           state.q[s][nt][i] = raw[s][i];
         }
@@ -138,7 +193,7 @@ __device__ __forceinline__ void open(const DecodeParams& p, State<Config>& state
       state.sum[nt][c] = 0.f;
     }
 #pragma unroll
-  for (int d = 0; d < Config::kValueHeadDim / 16; ++d)
+  for (int d = 0; d < Shape<Config>::kWarpDims / 16; ++d)
 #pragma unroll
     for (int nt = 0; nt < Config::kRowTiles; ++nt)
 #pragma unroll
@@ -200,12 +255,10 @@ __device__ __forceinline__ void multiply_k_shared(const State<Config>& state, ui
       for (int i = 0; i < 4; ++i) s[mt][nt][i] = 0.f;
 #pragma unroll
   for (int pair = 0; pair < K::kChunks / 2; ++pair) {
-    uint32_t q[kHalves][2][2];
+    uint32_t q[kHalves][Config::kRowTiles][2];
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      const uint4 x = state.shared_q[32 * (kHalves * pair + half)];
-      q[half][0][0] = x.x, q[half][0][1] = x.y, q[half][1][0] = x.z, q[half][1][1] = x.w;
-    }
+    for (int half = 0; half < kHalves; ++half)
+      load_operands(q[half], state.shared_q + 32 * S::kOperands * (kHalves * pair + half));
 #pragma unroll
     for (int mt = 0; mt < S::kBlocks; ++mt) {
       uint32_t r[4];
@@ -218,7 +271,7 @@ __device__ __forceinline__ void multiply_k_shared(const State<Config>& state, ui
           mma::e4m3x4_to_fp16(r[2 * half + 1], a[1], a[3]);
         }
 #pragma unroll
-        for (int nt = 0; nt < 2; ++nt) mma::m16n8k16<mma_t>(s[mt][nt], a, q[half][nt]);
+        for (int nt = 0; nt < Config::kRowTiles; ++nt) mma::m16n8k16<mma_t>(s[mt][nt], a, q[half][nt]);
       }
     }
   }
@@ -284,17 +337,44 @@ __device__ __forceinline__ float max_of_column(float m) {
   return m;
 }
 
+// From the maxima of lanes to those of all who share the tile.
+template <class Config>
+__device__ __forceinline__ void join_maxima(const Smem<Config>& smem, float (&max)[Config::kRowTiles][2]) {
+  using S = Shape<Config>;
+#pragma unroll
+  for (int nt = 0; nt < Config::kRowTiles; ++nt)
+#pragma unroll
+    for (int c = 0; c < 2; ++c) max[nt][c] = max_of_column(max[nt][c]);
+  if constexpr (!Config::kSplit) return;
+  const int lane = threadIdx.x % 32;
+  float* maxima = smem.maxima();
+#pragma unroll
+  for (int nt = 0; nt < Config::kRowTiles; ++nt)
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+      if (lane < 4) maxima[part_of_warp<Config>() * S::kRows + nt * 8 + lane * 2 + c] = max[nt][c];
+  wait_for_team<Config>(threadIdx.x / 32 / Config::kRowGroups);
+#pragma unroll
+  for (int nt = 0; nt < Config::kRowTiles; ++nt)
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+#pragma unroll
+      for (int part = 0; part < S::kParts; ++part)
+        max[nt][c] = fmaxf(max[nt][c], maxima[part * S::kRows + nt * 8 + lane % 4 * 2 + c]);
+}
+
 // Whether a maximum has grown so much that O must follow. A lazy one may lag behind by a factor of 2^8 in the weights,
-// which float32 and the exponents of 16 bits have room for.
+// which float32 and the exponents of 16 bits have room for; not if scales of tokens come on top.
 template <class Config>
 __device__ __forceinline__ bool has_grown(float max, float m, float factor) {
-  if constexpr (Config::kLazyMax) return (m - max) * base2<Config>(factor) > 8.f;  // false for -inf - -inf
+  constexpr float kLag = Config::kVScale == 2 ? 0.f : 8.f;
+  if constexpr (Config::kLazyMax) return (m - max) * base2<Config>(factor) > kLag;  // false for -inf - -inf
   return m > max;
 }
 
 // Turns z into weights and brings max, sum and O to the new maximum.
 template <class Config>
-__device__ __forceinline__ void soften(State<Config>& state, Logits<Config>& s) {
+__device__ __forceinline__ void soften(State<Config>& state, const Smem<Config>& smem, Logits<Config>& s) {
   constexpr int kNt = Config::kRowTiles;
   float max[kNt][2];
   bool grown = false;
@@ -309,18 +389,18 @@ __device__ __forceinline__ void soften(State<Config>& state, Logits<Config>& s) 
       grown |= has_grown<Config>(state.max[nt][c], m, state.factor[nt][c]);
       max[nt][c] = m;
     }
-  if (__any_sync(~0u, grown)) {
+  if (any_of_team<Config>(grown)) {
+    if constexpr (Config::kLazyMax) join_maxima<Config>(smem, max);
 #pragma unroll
     for (int nt = 0; nt < kNt; ++nt)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        if constexpr (Config::kLazyMax) max[nt][c] = max_of_column(max[nt][c]);
         const float shrink =
             exp2_fast((state.max[nt][c] - finite_or_zero(max[nt][c])) * base2<Config>(state.factor[nt][c]));
         state.max[nt][c] = max[nt][c];
         state.sum[nt][c] *= shrink;
 #pragma unroll
-        for (int d = 0; d < Config::kValueHeadDim / 16; ++d) {
+        for (int d = 0; d < Shape<Config>::kWarpDims / 16; ++d) {
           state.o[d][nt][c] *= shrink;
           state.o[d][nt][2 + c] *= shrink;
         }
@@ -343,89 +423,121 @@ __device__ __forceinline__ void soften(State<Config>& state, Logits<Config>& s) 
     }
 }
 
-template <class T>
-struct IsBf16 {
-  static constexpr bool value = false;
-};
-template <>
-struct IsBf16<bf16> {
-  static constexpr bool value = true;
-};
-
 // Weights of 8 bits would cost more precision than the output's rounding: in bf16 the product is made with what is left
 // of them as well.
 template <class Config>
-__device__ __forceinline__ void multiply_v(State<Config>& state, uint32_t v, const Logits<Config>& s) {
+__device__ __forceinline__ void pack_weights(const float (&s)[Config::kRowTiles][4],
+                                             uint32_t (&weights)[Config::kRowTiles][2],
+                                             uint32_t (&rest)[Config::kRowTiles][2]) {
+  using mma_t = typename Config::mma_t;
+#pragma unroll
+  for (int nt = 0; nt < Config::kRowTiles; ++nt)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float x = s[nt][2 * half], y = s[nt][2 * half + 1];
+      const uint32_t rounded = pack2<mma_t>(x, y);
+      weights[nt][half] = mma::transpose(rounded);
+      if constexpr (Shape<Config>::kBf16Mma)
+        rest[nt][half] = mma::transpose(
+            pack2<mma_t>(x - __uint_as_float(rounded << 16), y - __uint_as_float(rounded & 0xffff0000u)));
+    }
+}
+
+// Adds the products of 16 tokens, block `mt` of V.
+template <class Config>
+__device__ __forceinline__ void multiply_block(State<Config>& state, uint32_t v, int mt,
+                                               const uint32_t (&weights)[Config::kRowTiles][2],
+                                               const uint32_t (&rest)[Config::kRowTiles][2]) {
   using S = Shape<Config>;
   using V = typename S::V;
   using mma_t = typename Config::mma_t;
-  constexpr int kNt = Config::kRowTiles;
-  constexpr bool kSplit = IsBf16<mma_t>::value;
+  constexpr int kNt = Config::kRowTiles, kChunks = V::kChunks / S::kParts;
   const int lane = threadIdx.x % 32;
   // The second matrix is eight tokens further for bytes (two dims per element), eight dims for 16 bits.
   const int row = S::kFp8 ? lane & 15 : (lane & 7) + (lane >> 4) * 8;
   const int high = S::kFp8 ? lane >> 4 : (lane >> 3) & 1;
+  const int first = part_of_warp<Config>() * kChunks;
 #pragma unroll
-  for (int mt = 0; mt < Shape<Config>::kBlocks; ++mt) {
-    uint32_t weights[kNt][2], rest[kNt][2];
-#pragma unroll
-    for (int nt = 0; nt < kNt; ++nt)
+  for (int pair = 0; pair < kChunks / 2; ++pair) {
+    uint32_t r[4];
+    mma::ldmatrix_x4_trans(r, v + V::offset(mt * 16 + row, first + 2 * pair + high));
+    if constexpr (S::kFp8) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float x = s[mt][nt][2 * half], y = s[mt][nt][2 * half + 1];
-        const uint32_t rounded = pack2<mma_t>(x, y);
-        weights[nt][half] = mma::transpose(rounded);
-        if constexpr (kSplit)
-          rest[nt][half] = mma::transpose(
-              pack2<mma_t>(x - __uint_as_float(rounded << 16), y - __uint_as_float(rounded & 0xffff0000u)));
+        // Bytes of a register: two dims of one token, two dims of the next. Tokens go together.
+        uint32_t a[4];
+        mma::e4m3x4_to_fp16(__byte_perm(r[2 * half], 0, 0x3120), a[0], a[1]);
+        mma::e4m3x4_to_fp16(__byte_perm(r[2 * half + 1], 0, 0x3120), a[2], a[3]);
+#pragma unroll
+        for (int nt = 0; nt < kNt; ++nt) mma::m16n8k16<mma_t>(state.o[2 * pair + half][nt], a, weights[nt]);
       }
+    } else {
 #pragma unroll
-    for (int pair = 0; pair < V::kChunks / 2; ++pair) {
-      uint32_t r[4];
-      mma::ldmatrix_x4_trans(r, v + V::offset(mt * 16 + row, 2 * pair + high));
-      if constexpr (S::kFp8) {
+      for (int nt = 0; nt < kNt; ++nt) mma::m16n8k16<mma_t>(state.o[pair][nt], r, weights[nt]);
+      if constexpr (S::kBf16Mma)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          // Bytes of a register: two dims of one token, two dims of the next. Tokens go together.
-          uint32_t a[4];
-          mma::e4m3x4_to_fp16(__byte_perm(r[2 * half], 0, 0x3120), a[0], a[1]);
-          mma::e4m3x4_to_fp16(__byte_perm(r[2 * half + 1], 0, 0x3120), a[2], a[3]);
-#pragma unroll
-          for (int nt = 0; nt < kNt; ++nt) mma::m16n8k16<mma_t>(state.o[2 * pair + half][nt], a, weights[nt]);
-        }
-      } else {
-#pragma unroll
-        for (int nt = 0; nt < kNt; ++nt) mma::m16n8k16<mma_t>(state.o[pair][nt], r, weights[nt]);
-        if constexpr (kSplit)
-#pragma unroll
-          for (int nt = 0; nt < kNt; ++nt) mma::m16n8k16<mma_t>(state.o[pair][nt], r, rest[nt]);
-      }
+        for (int nt = 0; nt < kNt; ++nt) mma::m16n8k16<mma_t>(state.o[pair][nt], r, rest[nt]);
     }
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void multiply_v(State<Config>& state, uint32_t v, const Logits<Config>& s) {
+#pragma unroll
+  for (int mt = 0; mt < Shape<Config>::kBlocks; ++mt) {
+    uint32_t weights[Config::kRowTiles][2], rest[Config::kRowTiles][2];
+    pack_weights<Config>(s[mt], weights, rest);
+    multiply_block<Config>(state, v, mt, weights, rest);
+  }
+}
+
+// With kSplit every warp needs the weights of all tokens for its dims.
+template <class Config>
+__device__ __forceinline__ void multiply_v_split(State<Config>& state, const Smem<Config>& smem, uint32_t v,
+                                                 const Logits<Config>& s) {
+  using S = Shape<Config>;
+  constexpr int kBlock = S::kWeightParts * S::kOperands * 32;
+  uint4* shared = smem.weights();
+  uint32_t weights[Config::kRowTiles][2], rest[Config::kRowTiles][2];
+#pragma unroll
+  for (int mt = 0; mt < S::kBlocks; ++mt) {
+    uint4* to = shared + (part_of_warp<Config>() * S::kBlocks + mt) * kBlock;
+    pack_weights<Config>(s[mt], weights, rest);
+    store_operands(to, weights);
+    if constexpr (S::kBf16Mma) store_operands(to + kBlock / 2, rest);
+  }
+  wait_for_team<Config>(threadIdx.x / 32 / Config::kRowGroups);
+#pragma unroll
+  for (int mt = 0; mt < Config::kStep / 16; ++mt) {
+    load_operands(weights, shared + mt * kBlock);
+    if constexpr (S::kBf16Mma) load_operands(rest, shared + mt * kBlock + kBlock / 2);
+    multiply_block<Config>(state, v, mt, weights, rest);
   }
 }
 
 // Tokens `at` to `at` + kStep of a tile, of which token `first` is row 0. Rows and scales without a live token are zeros.
 template <class Config>
-__device__ __forceinline__ void attend_step(const DecodeParams& p, State<Config>& state, const Request& r,
-                                            int first_row, unsigned char* stage, const float* scales,
-                                            int first, int at) {
+__device__ __forceinline__ void attend_step(const DecodeParams& p, State<Config>& state,
+                                            const Smem<Config>& smem, const Request& r, int first_row,
+                                            unsigned char* stage, const float* scales, int first, int at) {
   using S = Shape<Config>;
+  const int own = at + part_of_warp<Config>() * S::kBlocks * 16;
   Logits<Config> s;
-  const uint32_t k = copy::shared_address(stage + at * S::K::kPanel);
+  const uint32_t k = copy::shared_address(stage + own * S::K::kPanel);
   if constexpr (Config::kSharedQ) {
     multiply_k_shared<Config>(state, k, s);
   } else {
     multiply_k<Config>(state, k, s);
   }
-  first += at;
-  scales += at;
+  first += own;
+  scales += own;
   const int behind = Config::kCausal ? r.q_len - 1 : 0;
   const int window = Config::kWindow ? int(p.window) : 0;
   const bool masked =
-      first + Config::kStep > r.seq_len - behind || (Config::kWindow && first < r.seq_len - window);
+      first + S::kBlocks * 16 > r.seq_len - behind || (Config::kWindow && first < r.seq_len - window);
   to_logits<Config>(p, state, scales, first, masked, s);
   if (Config::kBranchMask && masked) mask<Config>(p, r, first_row, first, s);
-  soften<Config>(state, s);
+  soften<Config>(state, smem, s);
   unsigned char* v = stage + S::K::kBytes + at * S::V::kPanel;
   if constexpr (Config::kVScale == 2) {
 #pragma unroll
@@ -439,16 +551,21 @@ __device__ __forceinline__ void attend_step(const DecodeParams& p, State<Config>
           for (int c = 0; c < 2; ++c) s[mt][nt][2 * half + c] *= of_token;
       }
   }
-  multiply_v<Config>(state, copy::shared_address(v), s);
+  if constexpr (Config::kSplit) {
+    multiply_v_split<Config>(state, smem, copy::shared_address(v), s);
+  } else {
+    multiply_v<Config>(state, copy::shared_address(v), s);
+  }
 }
 
 // Everything between the arrival of a tile and the release of its stage.
 template <class Config>
-__device__ __forceinline__ void attend(const DecodeParams& p, State<Config>& state, const Request& r,
-                                       int first_row, unsigned char* stage, const float* scales, int first) {
+__device__ __forceinline__ void attend(const DecodeParams& p, State<Config>& state, const Smem<Config>& smem,
+                                       const Request& r, int first_row, unsigned char* stage,
+                                       const float* scales, int first) {
 #pragma unroll 1
   for (int at = 0; at < Config::kTile; at += Config::kStep)
-    attend_step<Config>(p, state, r, first_row, stage, scales, first, at);
+    attend_step<Config>(p, state, smem, r, first_row, stage, scales, first, at);
 }
 
 }  // namespace hpcjit::attention

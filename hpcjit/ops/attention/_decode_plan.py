@@ -37,6 +37,7 @@ class DecodeConfig(Config):
     warps: int = 8
     row_groups: int = 1  # warps that share a tile
     row_tiles: int = 1  # of 8 query rows, per warp
+    split: bool = False  # such warps have all rows, and each a part of the tokens and dims
     step: int = 16  # tokens that a warp attends to at once
     shared_q: bool = False  # queries in shared memory, not in registers
     branch_mask: bool = False  # nothing is masked where every row sees every token
