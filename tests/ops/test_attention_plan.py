@@ -70,13 +70,21 @@ def config_of(call: Call) -> DecodeConfig:
 
 
 def rows_of(c: DecodeConfig) -> int:
-    return c.row_groups * c.row_tiles * 8
+    return (1 if c.split else c.row_groups) * c.row_tiles * 8
+
+
+def exchange_bytes(c: DecodeConfig) -> int:
+    """Queries in shared memory, and what the warps of a team tell each other."""
+    operands = -(-c.row_tiles // 2) * 512
+    queries = c.head_dim // 16 * operands * c.shared_q
+    weights = (2 if c.mma_t == "bf16" else 1) * c.step // 16 * operands + (c.row_groups + 1) * rows_of(c) * 4
+    return (c.warps // c.row_groups * (queries + weights)) if c.split else c.warps * queries
 
 
 def small_bytes(c: DecodeConfig) -> int:
     """sizeof(Small), every member as if it were aligned to 8 bytes."""
     teams, axis = c.warps // c.row_groups, BYTES[c.axis_t]
-    members = [8 * rows_of(c) * teams, 4 * teams, axis * c.warps, 4 * c.warps, 4 * c.warps]
+    members = [8 * rows_of(c) * (c.warps if c.split else teams), 4 * teams, axis * c.warps, 4 * c.warps, 4 * c.warps]
     members += [2 * (16 if axis == 4 else 24), 2 * 12, 12 if axis == 4 else 24]
     return sum(-(-size // 8) * 8 for size in members)
 
@@ -86,7 +94,8 @@ def smem_bytes(c: DecodeConfig) -> int:
     teams, stage = c.warps // c.row_groups, c.tile * (c.head_dim + c.value_head_dim) * BYTES[c.kv_t]
     scales = 2 * c.tile * 4 if 2 in (c.k_scale, c.v_scale) else 0
     sums = rows_of(c) * c.value_head_dim * 4
-    return teams * (c.stages * (stage + scales) + (sums if sums > stage else 0)) + small_bytes(c)
+    rings = teams * (c.stages * (stage + scales) + (sums if sums > stage else 0))
+    return rings + exchange_bytes(c) + small_bytes(c)
 
 
 class TestEveryCombination:
@@ -106,10 +115,12 @@ class TestEveryCombination:
             assert c.whole_tiles or c.tile <= 32, call
             assert rows_of(c) >= group * max_q_len, call
             assert rows_of(c) <= 32 * c.warps, "a bit for each row that a warp looks after"
+            assert c.step % (32 if c.split else 16) == 0, call
+            assert not c.shared_q or c.row_tiles > 1, call
             assert smem_bytes(dataclasses.replace(c, axis_t="int64")) <= SMEM_BYTES, call
 
     def test_page_size_and_schedule(self):
-        """Neither changes rows, ring or tile."""
+        """Neither changes rows, ring or tile, if no rows need a tile of double size."""
         for head_dims, dtypes in product(HEAD_DIMS, DTYPES):
             found = {
                 dataclasses.replace(

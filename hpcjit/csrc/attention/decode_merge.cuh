@@ -160,9 +160,10 @@ __device__ __forceinline__ void write_share(float2* stats, float* o, int64_t pla
 
 // A warp's sums into a free stage. Columns of neighbouring lanes lie in banks of their own through the XOR.
 template <class Config>
-__device__ __forceinline__ void store_sums(const State<Config>& state, Small<Config>& small, float* o,
+__device__ __forceinline__ void store_sums(const State<Config>& state, const Smem<Config>& smem, float* o,
                                            int team, int first_row) {
   using S = Shape<Config>;
+  Small<Config>& small = smem.small();
   const int part = part_of_warp<Config>();
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -170,11 +171,11 @@ __device__ __forceinline__ void store_sums(const State<Config>& state, Small<Con
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int n = first_row + nt * 8 + 2 * t + c;
+      const float factor = S::kSharedFactors ? smem.factors()[n] : state.factor[nt][c];
       float sum = state.sum[nt][c];
 #pragma unroll
       for (int offset = 4; offset < 32; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-      const float max =
-          Config::kSoftcap ? state.max[nt][c] : state.max[nt][c] * fmaxf(state.factor[nt][c], 1e-30f);
+      const float max = Config::kSoftcap ? state.max[nt][c] : state.max[nt][c] * fmaxf(factor, 1e-30f);
       if (g == 0) small.stats[n][team * S::kParts + part] = make_float2(max, sum);
       float* row = o + n * S::kDimV + part * S::kWarpDims;
 #pragma unroll
@@ -272,7 +273,7 @@ __device__ __forceinline__ void close(const DecodeParams& p, const State<Config>
   using S = Shape<Config>;
   Small<Config>& small = smem.small();
   if (threadIdx.x % (32 * Config::kRowGroups) == 0) small.free_stage[team] = free_stage;
-  store_sums<Config>(state, small, smem.sums(team, free_stage), team, first_row);
+  store_sums<Config>(state, smem, smem.sums(team, free_stage), team, first_row);
   const Share share = share_of<Config>(p, small, piece);
   const Workspace<Config> w(p);
   __syncthreads();

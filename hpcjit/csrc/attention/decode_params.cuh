@@ -136,10 +136,11 @@ struct Shape {
   static constexpr int kOperands = (Config::kRowTiles + 1) / 2;
   // Queries that do not stay in registers: of a warp, or of a team whose warps have the same rows.
   static constexpr int kQueryBytes = Config::kSharedQ ? kDimK / 16 * kOperands * 512 : 0;
-  // What the warps of a team tell each other with kSplit: the weights of a step, and maxima.
+  // With kSplit, of a team: the weights of a step, maxima of its warps, and factors of its rows.
   static constexpr int kWeightParts = kBf16Mma ? 2 : 1;
   static constexpr int kWeightBytes = kWeightParts * Config::kStep / 16 * kOperands * 512;
-  static constexpr int kTeamBytes = Config::kSplit ? kWeightBytes + kParts * kRows * 4 : 0;
+  static constexpr int kTeamBytes = Config::kSplit ? kWeightBytes + (kParts + 1) * kRows * 4 : 0;
+  static constexpr bool kSharedFactors = Config::kSplit && !Config::kSoftcap;
 
   static_assert(Config::kWarps % Config::kRowGroups == 0, "whole teams");
   static_assert(kTeams <= 15 || Config::kRowGroups == 1, "a named barrier per team");
@@ -190,7 +191,7 @@ struct Smem {
                                     threadIdx.x / 32 / S::kParts * S::kQueryBytes) +
            threadIdx.x % 32;
   }
-  // This lane's part of the weights of a step; the maxima of the team's warps lie behind all lanes'.
+  // This lane's part of the weights of a step; maxima and factors lie behind all lanes'.
   __device__ __forceinline__ uint4* weights() const {
     return reinterpret_cast<uint4*>(base + S::kRingBytes + S::kScalesBytes + S::kSumsBytes +
                                     Config::kWarps / S::kParts * S::kQueryBytes +
@@ -200,6 +201,7 @@ struct Smem {
   __device__ __forceinline__ float* maxima() const {
     return reinterpret_cast<float*>(weights() - threadIdx.x % 32 + S::kWeightBytes / 16);
   }
+  __device__ __forceinline__ float* factors() const { return maxima() + S::kParts * S::kRows; }
   __device__ __forceinline__ Small<Config>& small() const {
     return *reinterpret_cast<Small<Config>*>(base + S::kRingBytes + S::kScalesBytes + S::kSumsBytes +
                                              Config::kWarps / S::kParts * (S::kQueryBytes + S::kTeamBytes));

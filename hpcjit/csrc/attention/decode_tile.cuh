@@ -74,12 +74,11 @@ __device__ __forceinline__ void store_operands(uint4* to, const uint32_t (&x)[kN
 template <class Config>
 struct State {
   static constexpr int kNt = Config::kRowTiles;
-  uint32_t q[Config::kHeadDim / 16][kNt][2];
-  uint4* shared_q;  // in the place of q, if they are in shared memory
+  uint32_t q[Config::kHeadDim / 16][kNt][2];  // unless they are in shared memory
   // A logit of a column is factor * z. z is S times the token's scale; with a cap it is the logit itself.
-  float factor[kNt][2];
-  int end[kNt][2];    // first token that a column must not see
-  int begin[kNt][2];  // first token that it may see
+  float factor[kNt][2];  // with kSharedFactors the one of base 2
+  int end[kNt][2];       // first token that a column must not see
+  int begin[kNt][2];     // first token that it may see
   float o[Shape<Config>::kWarpDims / 16][kNt][4];
   float max[kNt][2];  // of z
   float sum[kNt][2];  // of this lane's tokens only
@@ -87,8 +86,8 @@ struct State {
 
 // Q as the second operand: 16 dims of each row per step, in the order that the K fragment has.
 template <class Config>
-__device__ __forceinline__ void load_q(const DecodeParams& p, State<Config>& state, const Request& r,
-                                       int head, int first_row) {
+__device__ __forceinline__ void load_q(const DecodeParams& p, State<Config>& state, const Smem<Config>& smem,
+                                       const Request& r, int head, int first_row) {
   using S = Shape<Config>;
   using q_t = typename Config::q_t;
   using mma_t = typename Config::mma_t;
@@ -150,7 +149,7 @@ __device__ __forceinline__ void load_q(const DecodeParams& p, State<Config>& sta
 #pragma unroll
       for (int i = 0; i < 2; ++i)
         if constexpr (Config::kSharedQ) {
-          uint4* place = state.shared_q + 32 * (s * S::kOperands + nt / 2);
+          uint4* place = smem.queries() + 32 * (s * S::kOperands + nt / 2);
           if (part_of_warp<Config>() == 0) reinterpret_cast<uint32_t*>(place)[nt % 2 * 2 + i] = raw[s][i];
         } else {
           state.q[s][nt][i] = raw[s][i];
@@ -174,11 +173,20 @@ __device__ __forceinline__ Visible visible(const DecodeParams& p, const Request&
   return {Config::kWindow ? end - int(p.window) : 0, end};
 }
 
+// A logit in base 2 per z. Where a scale is 0 all logits are: -inf must stay what it is.
+template <class Config>
+__device__ __forceinline__ float to_base2(float factor) {
+  return Config::kSoftcap ? float(kLog2e) : fmaxf(factor * float(kLog2e), 1e-30f);
+}
+template <class Config>
+__device__ __forceinline__ float base2(float factor) {
+  return Shape<Config>::kSharedFactors ? factor : to_base2<Config>(factor);
+}
+
 template <class Config>
 __device__ __forceinline__ void open(const DecodeParams& p, State<Config>& state, const Smem<Config>& smem,
                                      const Request& r, int head, int first_row) {
-  state.shared_q = smem.queries();
-  load_q<Config>(p, state, r, head, first_row);
+  load_q<Config>(p, state, smem, r, head, first_row);
   float scale = float(p.scale * p.k_factor);
   if constexpr (Config::kKScale == 1) scale *= p.k_scale[head * p.k_scale_head_stride];
 #pragma unroll
@@ -187,6 +195,12 @@ __device__ __forceinline__ void open(const DecodeParams& p, State<Config>& state
     for (int c = 0; c < 2; ++c) {
       const Visible seen = visible<Config>(p, r, first_row + nt * 8 + threadIdx.x % 4 * 2 + c);
       state.factor[nt][c] *= scale;
+      if constexpr (Shape<Config>::kSharedFactors) {
+        const int lane = threadIdx.x % 32;
+        if (lane < 4 && part_of_warp<Config>() == 0)
+          smem.factors()[nt * 8 + lane * 2 + c] = state.factor[nt][c];
+        state.factor[nt][c] = to_base2<Config>(state.factor[nt][c]);
+      }
       state.end[nt][c] = seen.end;
       state.begin[nt][c] = seen.begin;
       state.max[nt][c] = -INFINITY;
@@ -241,7 +255,7 @@ __device__ __forceinline__ void multiply_k(const State<Config>& state, uint32_t 
 
 // Every query is read once per step: tokens are the inner loop, and all of S is in the making.
 template <class Config>
-__device__ __forceinline__ void multiply_k_shared(const State<Config>& state, uint32_t k, Logits<Config>& s) {
+__device__ __forceinline__ void multiply_k_shared(const uint4* queries, uint32_t k, Logits<Config>& s) {
   using S = Shape<Config>;
   using K = typename S::K;
   using mma_t = typename Config::mma_t;
@@ -258,7 +272,7 @@ __device__ __forceinline__ void multiply_k_shared(const State<Config>& state, ui
     uint32_t q[kHalves][Config::kRowTiles][2];
 #pragma unroll
     for (int half = 0; half < kHalves; ++half)
-      load_operands(q[half], state.shared_q + 32 * S::kOperands * (kHalves * pair + half));
+      load_operands(q[half], queries + 32 * S::kOperands * (kHalves * pair + half));
 #pragma unroll
     for (int mt = 0; mt < S::kBlocks; ++mt) {
       uint32_t r[4];
@@ -325,12 +339,6 @@ __device__ __forceinline__ void mask(const DecodeParams& p, const Request& r, in
     }
 }
 
-// A logit in base 2 per z. Where a scale is 0 all logits are: -inf must stay what it is.
-template <class Config>
-__device__ __forceinline__ float base2(float factor) {
-  return Config::kSoftcap ? float(kLog2e) : fmaxf(factor * float(kLog2e), 1e-30f);
-}
-
 __device__ __forceinline__ float max_of_column(float m) {
 #pragma unroll
   for (int offset = 4; offset < 32; offset *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, offset));
@@ -346,21 +354,22 @@ __device__ __forceinline__ void join_maxima(const Smem<Config>& smem, float (&ma
 #pragma unroll
     for (int c = 0; c < 2; ++c) max[nt][c] = max_of_column(max[nt][c]);
   if constexpr (!Config::kSplit) return;
-  const int lane = threadIdx.x % 32;
+  const int part = part_of_warp<Config>(), row = threadIdx.x % 4 * 2;
   float* maxima = smem.maxima();
 #pragma unroll
   for (int nt = 0; nt < Config::kRowTiles; ++nt)
-#pragma unroll
-    for (int c = 0; c < 2; ++c)
-      if (lane < 4) maxima[part_of_warp<Config>() * S::kRows + nt * 8 + lane * 2 + c] = max[nt][c];
+    if (threadIdx.x % 32 < 4)
+      *reinterpret_cast<float2*>(maxima + part * S::kRows + nt * 8 + row) =
+          make_float2(max[nt][0], max[nt][1]);
   wait_for_team<Config>(threadIdx.x / 32 / Config::kRowGroups);
 #pragma unroll
-  for (int nt = 0; nt < Config::kRowTiles; ++nt)
+  for (int i = 1; i < S::kParts; ++i)
 #pragma unroll
-    for (int c = 0; c < 2; ++c)
+    for (int nt = 0; nt < Config::kRowTiles; ++nt) {
+      const float* other = maxima + (part + i) % S::kParts * S::kRows + nt * 8 + row;
 #pragma unroll
-      for (int part = 0; part < S::kParts; ++part)
-        max[nt][c] = fmaxf(max[nt][c], maxima[part * S::kRows + nt * 8 + lane % 4 * 2 + c]);
+      for (int c = 0; c < 2; ++c) max[nt][c] = fmaxf(max[nt][c], other[c]);
+    }
 }
 
 // Whether a maximum has grown so much that O must follow. A lazy one may lag behind by a factor of 2^8 in the weights,
@@ -525,7 +534,7 @@ __device__ __forceinline__ void attend_step(const DecodeParams& p, State<Config>
   Logits<Config> s;
   const uint32_t k = copy::shared_address(stage + own * S::K::kPanel);
   if constexpr (Config::kSharedQ) {
-    multiply_k_shared<Config>(state, k, s);
+    multiply_k_shared<Config>(smem.queries(), k, s);
   } else {
     multiply_k<Config>(state, k, s);
   }

@@ -35,9 +35,9 @@ class DecodeConfig(Config):
     tile: int = 16  # tokens
     stages: int = 3
     warps: int = 8
-    row_groups: int = 1  # warps that share a tile
+    row_groups: int = 1  # warps that share a tile: each has rows of its own, or
+    split: bool = False  # all rows, and a part of the tokens and dims
     row_tiles: int = 1  # of 8 query rows, per warp
-    split: bool = False  # such warps have all rows, and each a part of the tokens and dims
     step: int = 16  # tokens that a warp attends to at once
     shared_q: bool = False  # queries in shared memory, not in registers
     branch_mask: bool = False  # nothing is masked where every row sees every token
@@ -91,15 +91,25 @@ def rows_of(shape: Sizes) -> tuple[int, int]:
     return groups, per_warp
 
 
+def many_rows(shape: Sizes, groups: int, row_tiles: int) -> bool:
+    """More rows than the 16 that one warp has registers for: what a tile costs beside its products then counts."""
+    return groups * row_tiles > 2 and shape.value_head_dim <= 128
+
+
 def ring_of(shape: Sizes, itemsize: int, groups: int, row_tiles: int) -> tuple[int, int, int]:
     """Warps of a block, tokens of a tile, and stages of a team's ring: at least two, more where there are few teams."""
     token_bytes = (shape.head_dim + shape.value_head_dim) * itemsize
-    tile = 32 if token_bytes <= 320 else 16
+    tile = usual_tile(shape, itemsize)
+    many = many_rows(shape, groups, row_tiles)
+    if many and shape.head_dim <= 128 and shape.page_size % (2 * tile) == 0:
+        tile *= 2
     sums = groups * row_tiles * 8 * shape.value_head_dim * 4
     warps, stages = 8, 0
     while True:
         teams = warps // groups
         room = _SMEM_BYTES - (teams * sums if sums > tile * token_bytes else 0)
+        if many:  # queries, and what the warps of a team tell each other: weights, maxima and factors
+            room -= warps * 16 * shape.head_dim * 2 + teams * (tile // 16 * itemsize * 1024 + 1024)
         stages = room // (teams * tile * (token_bytes + 8))
         if stages >= 2:
             break
@@ -107,10 +117,19 @@ def ring_of(shape: Sizes, itemsize: int, groups: int, row_tiles: int) -> tuple[i
     return warps, tile, min(stages, max(2, _RING_BYTES // (teams * tile * token_bytes)))
 
 
+def usual_tile(shape: Sizes, itemsize: int) -> int:
+    """Tokens of a tile: 4 to 16 KiB of keys and values."""
+    return 32 if (shape.head_dim + shape.value_head_dim) * itemsize <= 320 else 16
+
+
 def config_of(a: DecodeArgs, shape: Shape) -> DecodeConfig:
     """The config of a call; nothing in it depends on the size of the batch."""
     groups, row_tiles = rows_of(shape)
     warps, tile, stages = ring_of(shape, a.k_cache.itemsize, groups, row_tiles)
+    many = many_rows(shape, groups, row_tiles)
+    split = many and groups == 2 and tile >= 32
+    if split:
+        row_tiles = -(-shape.group * shape.max_q_len // 8)
     return DecodeConfig(
         q_t=TYPE_NAMES[a.q.dtype],
         kv_t=TYPE_NAMES[a.k_cache.dtype],
@@ -123,7 +142,11 @@ def config_of(a: DecodeArgs, shape: Shape) -> DecodeConfig:
         warps=warps,
         row_groups=groups,
         row_tiles=row_tiles,
+        split=split,
         step=tile,
+        shared_q=many,
+        branch_mask=many,
+        lazy_max=many,
         axis_t="int32" if _largest_total(shape, tile) < 2**30 else "int64",  # some cuts lie past the total
         whole_tiles=shape.page_size % tile == 0,
         q_scale=a.q_scale is not None,
@@ -180,7 +203,7 @@ class Work:
 
 
 def memory(shape: Sizes, work: Work) -> tuple[int, int]:
-    """Bytes of the workspace and of the counters."""
+    """Bytes of the workspace and of the counters; no fewer than the rows of the config take."""
     rows = math.prod(rows_of(shape)) * 8
     return work.slots * rows * (shape.value_head_dim + 4) * 4, (work.slots + work.roots) * rows * 4
 
@@ -195,6 +218,7 @@ def plan(op: Any, *args: Any) -> Plan:
         sms = torch.cuda.get_device_properties(a.q.device).multi_processor_count
     work = Work.of(shape, a.schedule, config.tile, sms)
     tile_bytes = config.tile * (shape.head_dim + shape.value_head_dim) * a.k_cache.itemsize
+    larger = config.tile // usual_tile(shape, a.k_cache.itemsize)
     workspace_bytes, counter_bytes = memory(shape, work)
     optional = ("cu_seqlens_q", "q_scale", "k_scale", "v_scale", "sinks", "lse")
     values: dict[str, int | float | str] = {name: 0 for name in optional if getattr(a, name) is None}
@@ -217,8 +241,8 @@ def plan(op: Any, *args: Any) -> Plan:
         "window": a.window,
         "least": _LEAST_BYTES // tile_bytes,
         "whole": _WHOLE_BYTES // tile_bytes,
-        "slack": _SLACK_TILES,
-        "margin": _MARGIN_TILES,
+        "slack": _SLACK_TILES // larger,
+        "margin": _MARGIN_TILES // larger,
     }
     for name in ("q", "q_scale", "out", "lse"):
         rows = getattr(shape, name)
