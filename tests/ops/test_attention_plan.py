@@ -1,4 +1,4 @@
-"""attention.decode: plans of every supported combination fit the kernel's header; sizes past 32 bits. No GPU, no compiler."""
+"""attention.decode: plans of every supported combination fit the kernel's header; sizes past 32 bits. No GPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 import torch
 from decode_tools import BF16, FP8, FP16, FP32
 
+from hpcjit import build
 from hpcjit.jit_op import Plan
 from hpcjit.ops.attention._decode import decode_op
-from hpcjit.ops.attention._decode_plan import DecodeConfig
+from hpcjit.ops.attention._decode_plan import DECODE, DecodeConfig
 from hpcjit.ops.attention._decode_shape import HEAD_DIMS, MAX_GROUP, MAX_Q_LEN, SCHEDULES, DecodeArgs
 
 SMEM_BYTES = 227 * 1024  # of a block on Hopper
@@ -131,6 +132,32 @@ class TestEveryCombination:
                 for page_size, schedule in product(PAGE_SIZES, SCHEDULES)
             }
             assert len(found) == 1
+
+
+class TestManyRows:
+    @pytest.mark.parametrize(("q_len", "rows", "split"), [(2, 16, False), (3, 24, True), (4, 32, True), (5, 64, False)])
+    def test_who_has_them(self, q_len: int, rows: int, split: bool):
+        for dtypes in ((FP8, FP8), (BF16, BF16)):
+            c = config_of(Call(dtypes=dtypes, group=8, max_q_len=q_len))
+            assert (rows_of(c), c.split) == (rows, split)
+            assert c.lazy_max == c.shared_q == c.branch_mask == (q_len > 2)
+
+    def test_a_tile_of_double_size_needs_pages_that_hold_it(self):
+        tiles = {page: config_of(Call(group=8, max_q_len=4, page_size=page)).tile for page in (16, 32, 48, 64)}
+        assert tiles == {16: 16, 32: 32, 48: 16, 64: 32}
+
+    def test_cuts_are_of_the_same_bytes(self):
+        one, many = (plan_of(Call(group=8, max_q_len=q).args()).values for q in (1, 4))
+        for name in ("slack", "margin", "least", "whole"):
+            assert one[name] == 2 * many[name], name
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda dtypes: " ".join(map(str, dtypes)).replace("torch.", ""))
+    @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128)], ids=str)
+    def test_compiles_without_spills(self, head_dims, dtypes):
+        for group, q_len, page_size in product((8, 16), (3, 4, 5, 8), (16, 64)):
+            c = config_of(Call(head_dims, dtypes, group, q_len, page_size))
+            assert build.compile_only(DECODE, c, "sm_90a").manifest["spill_bytes"] == 0, c
 
 
 class TestLargeSizes:

@@ -7,8 +7,9 @@
 // maximum, sum and O in registers (decode_tile.cuh). At the end of a piece the teams join, then the blocks that
 // share a pair (decode_merge.cuh).
 //
-// Shared memory: rings | scales of tokens | Small (maxima, cuts). Ordering: a warp waits for its own copies of a
-// tile, then for its team; that barrier also says that all have read the tile before, whose stage is filled next.
+// Shared memory: rings | scales of tokens | sums | queries and what the warps of a team exchange, for many query
+// rows | Small (maxima, cuts). Ordering: a warp waits for its own copies of a tile, then for its team; that barrier
+// also says that all have read the tile before, whose stage is filled next.
 // Nothing that a predecessor may have written is used before pdl::wait(); what is read earlier only guides
 // prefetches into L2.
 #pragma once

@@ -127,7 +127,7 @@ def config_of(a: DecodeArgs, shape: Shape) -> DecodeConfig:
     groups, row_tiles = rows_of(shape)
     warps, tile, stages = ring_of(shape, a.k_cache.itemsize, groups, row_tiles)
     many = many_rows(shape, groups, row_tiles)
-    split = many and groups == 2 and tile >= 32
+    split = many and groups == 2 and tile >= 32 and a.k_cache.dtype != torch.float16  # which spills two registers
     if split:
         row_tiles = -(-shape.group * shape.max_q_len // 8)
     return DecodeConfig(
