@@ -7,9 +7,9 @@
 // maximum, sum and O in registers (decode_tile.cuh). At the end of a piece the teams join, then the blocks that
 // share a pair (decode_merge.cuh).
 //
-// Shared memory: rings | scales of tokens | sums | queries and what the warps of a team exchange, for many query
-// rows | Small (maxima, cuts). Ordering: a warp waits for its own copies of a tile, then for its team; that barrier
-// also says that all have read the tile before, whose stage is filled next.
+// Shared memory: rings | scales of tokens | sums | queries of many rows | Small (maxima, cuts). Ordering: a warp waits
+// for its own copies of a tile, then for its team; that barrier also says that all have read the tile before, whose
+// stage is filled next.
 // Nothing that a predecessor may have written is used before pdl::wait(); what is read earlier only guides
 // prefetches into L2.
 #pragma once
@@ -79,8 +79,7 @@ __global__ void __launch_bounds__(Config::kWarps * 32, Config::kBlocksPerSm)
   const Smem<Config> smem{dynamic_smem};
   Small<Config>& small = smem.small();
   const int warp = threadIdx.x / 32;
-  const int team = warp / Config::kRowGroups,
-            first_row = Config::kSplit ? 0 : warp % Config::kRowGroups * S::kWarpRows;
+  const int team = warp / Config::kRowGroups, first_row = warp % Config::kRowGroups * S::kWarpRows;
 
   pdl::trigger_at<Config::kTrigger, pdl::kAtStart>();
   touch_params<Config>(p, small);

@@ -160,26 +160,24 @@ __device__ __forceinline__ void write_share(float2* stats, float* o, int64_t pla
 
 // A warp's sums into a free stage. Columns of neighbouring lanes lie in banks of their own through the XOR.
 template <class Config>
-__device__ __forceinline__ void store_sums(const State<Config>& state, const Smem<Config>& smem, float* o,
+__device__ __forceinline__ void store_sums(const State<Config>& state, Small<Config>& small, float* o,
                                            int team, int first_row) {
   using S = Shape<Config>;
-  Small<Config>& small = smem.small();
-  const int part = part_of_warp<Config>();
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int nt = 0; nt < Config::kRowTiles; ++nt)
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int n = first_row + nt * 8 + 2 * t + c;
-      const float factor = S::kSharedFactors ? smem.factors()[n] : state.factor[nt][c];
       float sum = state.sum[nt][c];
 #pragma unroll
       for (int offset = 4; offset < 32; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-      const float max = Config::kSoftcap ? state.max[nt][c] : state.max[nt][c] * fmaxf(factor, 1e-30f);
-      if (g == 0) small.stats[n][team * S::kParts + part] = make_float2(max, sum);
-      float* row = o + n * S::kDimV + part * S::kWarpDims;
+      const float max =
+          Config::kSoftcap ? state.max[nt][c] : state.max[nt][c] * fmaxf(state.factor[nt][c], 1e-30f);
+      if (g == 0) small.stats[n][team] = make_float2(max, sum);
+      float* row = o + n * S::kDimV;
 #pragma unroll
-      for (int d = 0; d < S::kWarpDims / 16; ++d)
+      for (int d = 0; d < Config::kValueHeadDim / 16; ++d)
         if constexpr (S::kFp8) {
           *reinterpret_cast<float2*>(row + ((16 * d + 2 * g) ^ (8 * t))) =
               make_float2(state.o[d][nt][c], state.o[d][nt][2 + c]);
@@ -199,9 +197,7 @@ __device__ __forceinline__ void join_teams(const Smem<Config>& smem, int n, Row<
   row.max = -INFINITY;
 #pragma unroll
   for (int team = 0; team < S::kTeams; ++team) {
-    stats[team] = small.stats[n][team * S::kParts];
-#pragma unroll
-    for (int part = 1; part < S::kParts; ++part) stats[team].y += small.stats[n][team * S::kParts + part].y;
+    stats[team] = small.stats[n][team];
     row.max = fmaxf(row.max, stats[team].x);
   }
   row.sum = 0.f;
@@ -273,7 +269,7 @@ __device__ __forceinline__ void close(const DecodeParams& p, const State<Config>
   using S = Shape<Config>;
   Small<Config>& small = smem.small();
   if (threadIdx.x % (32 * Config::kRowGroups) == 0) small.free_stage[team] = free_stage;
-  store_sums<Config>(state, smem, smem.sums(team, free_stage), team, first_row);
+  store_sums<Config>(state, small, smem.sums(team, free_stage), team, first_row);
   const Share share = share_of<Config>(p, small, piece);
   const Workspace<Config> w(p);
   __syncthreads();

@@ -91,34 +91,20 @@ struct TileShape {
   }
 };
 
-template <class T>
-struct IsBf16 {
-  static constexpr bool value = false;
-};
-template <>
-struct IsBf16<bf16> {
-  static constexpr bool value = true;
-};
-
 template <class Config>
 struct Shape {
   using kv_t = typename Config::kv_t;
   static constexpr bool kFp8 = sizeof(kv_t) == 1;
-  static constexpr bool kBf16Mma = IsBf16<typename Config::mma_t>::value;
   static constexpr int kTile = Config::kTile;
   static constexpr int kDimK = Config::kHeadDim, kDimV = Config::kValueHeadDim;
   using K = TileShape<kTile, kDimK, int(sizeof(kv_t))>;
   using V = TileShape<kTile, kDimV, int(sizeof(kv_t))>;
 
-  // A team of kRowGroups warps works on one tile, each warp on kRowTiles * 8 of the query rows. With kSplit these are
-  // all rows, and of each step a warp has part of the tokens in S and part of the dims in O.
+  // A team of kRowGroups warps works on one tile, each warp on kRowTiles * 8 of the query rows.
   static constexpr int kThreads = Config::kWarps * 32;
   static constexpr int kTeams = Config::kWarps / Config::kRowGroups;
   static constexpr int kWarpRows = Config::kRowTiles * 8;
-  static constexpr int kParts = Config::kSplit ? Config::kRowGroups : 1;
-  static constexpr int kRows = Config::kRowGroups / kParts * kWarpRows;
-  static constexpr int kBlocks = Config::kStep / 16 / kParts;  // of 16 tokens, in S
-  static constexpr int kWarpDims = kDimV / kParts;             // in O
+  static constexpr int kRows = Config::kRowGroups * kWarpRows;
 
   static constexpr bool kTokenScales = Config::kKScale == 2 || Config::kVScale == 2;
   static constexpr int kScaleBytes = kTokenScales ? 2 * kTile * 4 : 0;
@@ -132,21 +118,13 @@ struct Shape {
   static constexpr bool kOwnSums = kRows * kDimV * 4 > kStageBytes;
   static constexpr int kSumsBytes = kOwnSums ? kTeams * kRows * kDimV * 4 : 0;
 
-  // Second operands of products in shared memory: for 16 of K, kOperands times 16 bytes of every lane.
-  static constexpr int kOperands = (Config::kRowTiles + 1) / 2;
-  // Queries that do not stay in registers: of a warp, or of a team whose warps have the same rows.
-  static constexpr int kQueryBytes = Config::kSharedQ ? kDimK / 16 * kOperands * 512 : 0;
-  // With kSplit, of a team: the weights of a step, maxima of its warps, and factors of its rows.
-  static constexpr int kWeightParts = kBf16Mma ? 2 : 1;
-  static constexpr int kWeightBytes = kWeightParts * Config::kStep / 16 * kOperands * 512;
-  static constexpr int kTeamBytes = Config::kSplit ? kWeightBytes + (kParts + 1) * kRows * 4 : 0;
-  static constexpr bool kSharedFactors = Config::kSplit && !Config::kSoftcap;
+  // Queries that do not stay in registers: for 16 dims, 16 bytes of every lane.
+  static constexpr int kQueryBytes = Config::kSharedQ ? Config::kWarps * kDimK / 16 * 512 : 0;
+  static constexpr int kSmallAt = kRingBytes + kScalesBytes + kSumsBytes + kQueryBytes;
 
   static_assert(Config::kWarps % Config::kRowGroups == 0, "whole teams");
   static_assert(kTeams <= 15 || Config::kRowGroups == 1, "a named barrier per team");
-  static_assert(Config::kTile % Config::kStep == 0 && Config::kStep % 16 == 0, "whole steps of whole blocks");
-  static_assert(!Config::kSplit || (Config::kSharedQ && Config::kLazyMax), "the only way that is written");
-  static_assert(kBlocks > 0 && kWarpDims % 32 == 0, "a part for every warp");
+  static_assert(!Config::kSharedQ || Config::kRowTiles == 2, "two operands of 8 bytes in 16");
 };
 
 struct Request {
@@ -158,8 +136,8 @@ struct Request {
 template <class Config>
 struct Small {
   using S = Shape<Config>;
-  float2 stats[S::kRows][S::kTeams * S::kParts];  // maximum and sum, of teams or of their parts
-  int free_stage[S::kTeams];                      // that holds the sums of a team
+  float2 stats[S::kRows][S::kTeams];  // maximum and sum
+  int free_stage[S::kTeams];          // that holds the sums of a team
   typename Config::axis_t scan[Config::kWarps];
   int longest[Config::kWarps];
   int touched[Config::kWarps];
@@ -185,34 +163,19 @@ struct Smem {
                                                       team * S::kRows * S::kDimV * 4
                                                 : stage(team, free_stage));
   }
-  // This lane's part of the queries.
+  // This lane's part of its warp's queries.
   __device__ __forceinline__ uint4* queries() const {
-    return reinterpret_cast<uint4*>(base + S::kRingBytes + S::kScalesBytes + S::kSumsBytes +
-                                    threadIdx.x / 32 / S::kParts * S::kQueryBytes) +
-           threadIdx.x % 32;
+    constexpr int kOfWarp = S::kDimK / 16 * 32;
+    return reinterpret_cast<uint4*>(base + S::kRingBytes + S::kScalesBytes + S::kSumsBytes) +
+           threadIdx.x / 32 * kOfWarp + threadIdx.x % 32;
   }
-  // This lane's part of the weights of a step; maxima and factors lie behind all lanes'.
-  __device__ __forceinline__ uint4* weights() const {
-    return reinterpret_cast<uint4*>(base + S::kRingBytes + S::kScalesBytes + S::kSumsBytes +
-                                    Config::kWarps / S::kParts * S::kQueryBytes +
-                                    threadIdx.x / 32 / S::kParts * S::kTeamBytes) +
-           threadIdx.x % 32;
-  }
-  __device__ __forceinline__ float* maxima() const {
-    return reinterpret_cast<float*>(weights() - threadIdx.x % 32 + S::kWeightBytes / 16);
-  }
-  __device__ __forceinline__ float* factors() const { return maxima() + S::kParts * S::kRows; }
   __device__ __forceinline__ Small<Config>& small() const {
-    return *reinterpret_cast<Small<Config>*>(base + S::kRingBytes + S::kScalesBytes + S::kSumsBytes +
-                                             Config::kWarps / S::kParts * (S::kQueryBytes + S::kTeamBytes));
+    return *reinterpret_cast<Small<Config>*>(base + S::kSmallAt);
   }
 };
 
 template <class Config>
-constexpr int kSmemBytes =
-    Shape<Config>::kRingBytes + Shape<Config>::kScalesBytes + Shape<Config>::kSumsBytes +
-    Config::kWarps / Shape<Config>::kParts * (Shape<Config>::kQueryBytes + Shape<Config>::kTeamBytes) +
-    int(sizeof(Small<Config>));
+constexpr int kSmemBytes = Shape<Config>::kSmallAt + int(sizeof(Small<Config>));
 
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;

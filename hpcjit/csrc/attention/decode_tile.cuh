@@ -2,8 +2,6 @@
 //
 // Tokens lie on the rows of the products and query rows on the columns, so eight query rows fill an
 // instruction and a warp needs nobody else: it keeps the maximum, the sum and O of the tokens that it saw.
-// With kSplit the warps of a team have all rows: each makes S of its part of the tokens, hands the weights to
-// the others, and has O of its part of the dims. So K and V are widened and read once, not once per warp.
 // Lane 4 g + t: in S^T it holds tokens g and g + 8 and the query rows 2 t and 2 t + 1 of each 16 x 8 block;
 // in O^T dims in the place of tokens. FP8 data is widened to fp16, which is exact; the order of dims inside a
 // block is then the one in which bytes lie in registers, and Q and O follow it (load_q, store_sums).
@@ -21,7 +19,7 @@ __device__ __forceinline__ void multiply_k(const State<Config>& state, uint32_t 
   constexpr int kChains = Config::kRowTiles == 1 ? 2 : 1;
   const int lane = threadIdx.x % 32, row = lane & 15, high = lane >> 4;
 #pragma unroll
-  for (int mt = 0; mt < Shape<Config>::kBlocks; ++mt) {
+  for (int mt = 0; mt < Config::kTile / 16; ++mt) {
     float chains[kChains][Config::kRowTiles][4] = {};
 #pragma unroll
     for (int pair = 0; pair < K::kChunks / 2; ++pair) {
@@ -51,7 +49,7 @@ __device__ __forceinline__ void multiply_k(const State<Config>& state, uint32_t 
   }
 }
 
-// Every query is read once per step: tokens are the inner loop, and all of S is in the making.
+// Every query is read once per tile: tokens are the inner loop, and all of S is in the making.
 template <class Config>
 __device__ __forceinline__ void multiply_k_shared(const uint4* queries, uint32_t k, Logits<Config>& s) {
   using S = Shape<Config>;
@@ -60,19 +58,18 @@ __device__ __forceinline__ void multiply_k_shared(const uint4* queries, uint32_t
   constexpr int kHalves = S::kFp8 ? 2 : 1;  // of 16 dims, in 32 bytes
   const int lane = threadIdx.x % 32, row = lane & 15, high = lane >> 4;
 #pragma unroll
-  for (int mt = 0; mt < S::kBlocks; ++mt)
+  for (int mt = 0; mt < Config::kTile / 16; ++mt)
 #pragma unroll
     for (int nt = 0; nt < Config::kRowTiles; ++nt)
 #pragma unroll
       for (int i = 0; i < 4; ++i) s[mt][nt][i] = 0.f;
 #pragma unroll
   for (int pair = 0; pair < K::kChunks / 2; ++pair) {
-    uint32_t q[kHalves][Config::kRowTiles][2];
+    uint4 q[kHalves];
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half)
-      load_operands(q[half], queries + 32 * S::kOperands * (kHalves * pair + half));
+    for (int half = 0; half < kHalves; ++half) q[half] = queries[32 * (kHalves * pair + half)];
 #pragma unroll
-    for (int mt = 0; mt < S::kBlocks; ++mt) {
+    for (int mt = 0; mt < Config::kTile / 16; ++mt) {
       uint32_t r[4];
       mma::ldmatrix_x4(r, k + K::offset(mt * 16 + row, 2 * pair + high));
 #pragma unroll
@@ -82,22 +79,22 @@ __device__ __forceinline__ void multiply_k_shared(const uint4* queries, uint32_t
           mma::e4m3x4_to_fp16(r[2 * half], a[0], a[2]);
           mma::e4m3x4_to_fp16(r[2 * half + 1], a[1], a[3]);
         }
-#pragma unroll
-        for (int nt = 0; nt < Config::kRowTiles; ++nt) mma::m16n8k16<mma_t>(s[mt][nt], a, q[half][nt]);
+        mma::m16n8k16<mma_t>(s[mt][0], a, {q[half].x, q[half].y});
+        mma::m16n8k16<mma_t>(s[mt][1], a, {q[half].z, q[half].w});
       }
     }
   }
 }
 
-// From S to z (see State); masked ones -inf. `scales` of K and V per token, where there are such.
+// From S to z (see State). `scales` of K and V per token, where there are such.
 template <class Config>
 __device__ __forceinline__ void to_logits(const DecodeParams& p, const State<Config>& state,
-                                          const float* scales, int first, bool masked, Logits<Config>& s) {
+                                          const float* scales, Logits<Config>& s) {
   const int g = threadIdx.x % 32 / 4;
   const float cap = Config::kSoftcap ? float(p.softcap) : 0.f,
               inverse = Config::kSoftcap ? float(1. / p.softcap) : 0.f;
 #pragma unroll
-  for (int mt = 0; mt < Shape<Config>::kBlocks; ++mt)
+  for (int mt = 0; mt < Config::kTile / 16; ++mt)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int token = mt * 16 + half * 8 + g;
@@ -109,14 +106,24 @@ __device__ __forceinline__ void to_logits(const DecodeParams& p, const State<Con
           float& z = s[mt][nt][2 * half + c];
           if constexpr (Config::kKScale == 2) z *= of_token;
           if constexpr (Config::kSoftcap) z = cap * tanhf(z * state.factor[nt][c] * inverse);
-          if (!Config::kBranchMask && masked &&
-              (first + token >= state.end[nt][c] || first + token < state.begin[nt][c]))
-            z = -INFINITY;
         }
     }
 }
 
-// The tokens of a step that a row must not see: z becomes -inf. What a row may see is found out anew, for few steps
+// Tokens before `end` and from `begin` on are those that query row n of a request may see.
+struct Visible {
+  int begin;
+  int end;
+};
+
+template <class Config>
+__device__ __forceinline__ Visible visible(const DecodeParams& p, const Request& r, int n) {
+  const int behind = Config::kCausal ? r.q_len - 1 - n / int(p.group) : 0;
+  const int end = r.seq_len - max(behind, 0);
+  return {Config::kWindow ? end - int(p.window) : 0, end};
+}
+
+// The tokens of a tile that a row must not see: z becomes -inf. What a row may see is found out anew, for few tiles
 // have such tokens and registers are dear.
 template <class Config>
 __device__ __forceinline__ void mask(const DecodeParams& p, const Request& r, int first_row, int first,
@@ -128,7 +135,7 @@ __device__ __forceinline__ void mask(const DecodeParams& p, const Request& r, in
     for (int c = 0; c < 2; ++c) {
       const Visible seen = visible<Config>(p, r, first_row + nt * 8 + lane % 4 * 2 + c);
 #pragma unroll
-      for (int mt = 0; mt < Shape<Config>::kBlocks; ++mt)
+      for (int mt = 0; mt < Config::kTile / 16; ++mt)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int token = first + mt * 16 + half * 8 + lane / 4;
@@ -143,45 +150,23 @@ __device__ __forceinline__ float max_of_column(float m) {
   return m;
 }
 
-// From the maxima of lanes to those of all who share the tile.
+// A logit in base 2 per z. Where a scale is 0 all logits are: -inf must stay what it is.
 template <class Config>
-__device__ __forceinline__ void join_maxima(const Smem<Config>& smem, float (&max)[Config::kRowTiles][2]) {
-  using S = Shape<Config>;
-#pragma unroll
-  for (int nt = 0; nt < Config::kRowTiles; ++nt)
-#pragma unroll
-    for (int c = 0; c < 2; ++c) max[nt][c] = max_of_column(max[nt][c]);
-  if constexpr (!Config::kSplit) return;
-  const int part = part_of_warp<Config>(), row = threadIdx.x % 4 * 2;
-  float* maxima = smem.maxima();
-#pragma unroll
-  for (int nt = 0; nt < Config::kRowTiles; ++nt)
-    if (threadIdx.x % 32 < 4)
-      *reinterpret_cast<float2*>(maxima + part * S::kRows + nt * 8 + row) =
-          make_float2(max[nt][0], max[nt][1]);
-  wait_for_team<Config>(threadIdx.x / 32 / Config::kRowGroups);
-#pragma unroll
-  for (int i = 1; i < S::kParts; ++i)
-#pragma unroll
-    for (int nt = 0; nt < Config::kRowTiles; ++nt) {
-      const float* other = maxima + (part + i) % S::kParts * S::kRows + nt * 8 + row;
-#pragma unroll
-      for (int c = 0; c < 2; ++c) max[nt][c] = fmaxf(max[nt][c], other[c]);
-    }
+__device__ __forceinline__ float base2(float factor) {
+  return Config::kSoftcap ? float(kLog2e) : fmaxf(factor * float(kLog2e), 1e-30f);
 }
 
-// Whether a maximum has grown so much that O must follow. A lazy one may lag behind by a factor of 2^8 in the weights,
-// which float32 and the exponents of 16 bits have room for; not if scales of tokens come on top.
+// Whether a maximum has grown so much that O must follow. It may lag behind by a factor of 2^8 in the weights, which
+// float32 and the exponents of 16 bits have room for; not if scales of tokens come on top.
 template <class Config>
 __device__ __forceinline__ bool has_grown(float max, float m, float factor) {
   constexpr float kLag = Config::kVScale == 2 ? 0.f : 8.f;
-  if constexpr (Config::kLazyMax) return (m - max) * base2<Config>(factor) > kLag;  // false for -inf - -inf
-  return m > max;
+  return (m - max) * base2<Config>(factor) > kLag;  // false for -inf - -inf
 }
 
 // Turns z into weights and brings max, sum and O to the new maximum.
 template <class Config>
-__device__ __forceinline__ void soften(State<Config>& state, const Smem<Config>& smem, Logits<Config>& s) {
+__device__ __forceinline__ void soften(State<Config>& state, Logits<Config>& s) {
   constexpr int kNt = Config::kRowTiles;
   float max[kNt][2];
   bool grown = false;
@@ -191,23 +176,22 @@ __device__ __forceinline__ void soften(State<Config>& state, const Smem<Config>&
     for (int c = 0; c < 2; ++c) {
       float m = state.max[nt][c];
 #pragma unroll
-      for (int mt = 0; mt < Shape<Config>::kBlocks; ++mt) m = fmaxf(m, fmaxf(s[mt][nt][c], s[mt][nt][2 + c]));
-      if constexpr (!Config::kLazyMax) m = max_of_column(m);
+      for (int mt = 0; mt < Config::kTile / 16; ++mt) m = fmaxf(m, fmaxf(s[mt][nt][c], s[mt][nt][2 + c]));
       grown |= has_grown<Config>(state.max[nt][c], m, state.factor[nt][c]);
       max[nt][c] = m;
     }
-  if (any_of_team<Config>(grown)) {
-    if constexpr (Config::kLazyMax) join_maxima<Config>(smem, max);
+  if (__any_sync(~0u, grown)) {
 #pragma unroll
     for (int nt = 0; nt < kNt; ++nt)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
+        const float m = max_of_column(max[nt][c]);
         const float shrink =
-            exp2_fast((state.max[nt][c] - finite_or_zero(max[nt][c])) * base2<Config>(state.factor[nt][c]));
-        state.max[nt][c] = max[nt][c];
+            exp2_fast((state.max[nt][c] - finite_or_zero(m)) * base2<Config>(state.factor[nt][c]));
+        state.max[nt][c] = m;
         state.sum[nt][c] *= shrink;
 #pragma unroll
-        for (int d = 0; d < Shape<Config>::kWarpDims / 16; ++d) {
+        for (int d = 0; d < Config::kValueHeadDim / 16; ++d) {
           state.o[d][nt][c] *= shrink;
           state.o[d][nt][2 + c] *= shrink;
         }
@@ -218,9 +202,9 @@ __device__ __forceinline__ void soften(State<Config>& state, const Smem<Config>&
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const float factor = base2<Config>(state.factor[nt][c]);
-      const float offset = -finite_or_zero(Config::kLazyMax ? state.max[nt][c] : max[nt][c]) * factor;
+      const float offset = -finite_or_zero(state.max[nt][c]) * factor;
 #pragma unroll
-      for (int mt = 0; mt < Shape<Config>::kBlocks; ++mt)
+      for (int mt = 0; mt < Config::kTile / 16; ++mt)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float weight = exp2_fast(fmaf(s[mt][nt][2 * half + c], factor, offset));
@@ -229,6 +213,15 @@ __device__ __forceinline__ void soften(State<Config>& state, const Smem<Config>&
         }
     }
 }
+
+template <class T>
+struct IsBf16 {
+  static constexpr bool value = false;
+};
+template <>
+struct IsBf16<bf16> {
+  static constexpr bool value = true;
+};
 
 // Weights of 8 bits would cost more precision than the output's rounding: in bf16 the product is made with what is left
 // of them as well.
@@ -244,7 +237,7 @@ __device__ __forceinline__ void pack_weights(const float (&s)[Config::kRowTiles]
       const float x = s[nt][2 * half], y = s[nt][2 * half + 1];
       const uint32_t rounded = pack2<mma_t>(x, y);
       weights[nt][half] = mma::transpose(rounded);
-      if constexpr (Shape<Config>::kBf16Mma)
+      if constexpr (IsBf16<mma_t>::value)
         rest[nt][half] = mma::transpose(
             pack2<mma_t>(x - __uint_as_float(rounded << 16), y - __uint_as_float(rounded & 0xffff0000u)));
     }
@@ -258,16 +251,15 @@ __device__ __forceinline__ void multiply_block(State<Config>& state, uint32_t v,
   using S = Shape<Config>;
   using V = typename S::V;
   using mma_t = typename Config::mma_t;
-  constexpr int kNt = Config::kRowTiles, kChunks = V::kChunks / S::kParts;
+  constexpr int kNt = Config::kRowTiles;
   const int lane = threadIdx.x % 32;
   // The second matrix is eight tokens further for bytes (two dims per element), eight dims for 16 bits.
   const int row = S::kFp8 ? lane & 15 : (lane & 7) + (lane >> 4) * 8;
   const int high = S::kFp8 ? lane >> 4 : (lane >> 3) & 1;
-  const int first = part_of_warp<Config>() * kChunks;
 #pragma unroll
-  for (int pair = 0; pair < kChunks / 2; ++pair) {
+  for (int pair = 0; pair < V::kChunks / 2; ++pair) {
     uint32_t r[4];
-    mma::ldmatrix_x4_trans(r, v + V::offset(mt * 16 + row, first + 2 * pair + high));
+    mma::ldmatrix_x4_trans(r, v + V::offset(mt * 16 + row, 2 * pair + high));
     if constexpr (S::kFp8) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -281,7 +273,7 @@ __device__ __forceinline__ void multiply_block(State<Config>& state, uint32_t v,
     } else {
 #pragma unroll
       for (int nt = 0; nt < kNt; ++nt) mma::m16n8k16<mma_t>(state.o[pair][nt], r, weights[nt]);
-      if constexpr (S::kBf16Mma)
+      if constexpr (IsBf16<mma_t>::value)
 #pragma unroll
         for (int nt = 0; nt < kNt; ++nt) mma::m16n8k16<mma_t>(state.o[pair][nt], r, rest[nt]);
     }
@@ -291,88 +283,48 @@ __device__ __forceinline__ void multiply_block(State<Config>& state, uint32_t v,
 template <class Config>
 __device__ __forceinline__ void multiply_v(State<Config>& state, uint32_t v, const Logits<Config>& s) {
 #pragma unroll
-  for (int mt = 0; mt < Shape<Config>::kBlocks; ++mt) {
+  for (int mt = 0; mt < Config::kTile / 16; ++mt) {
     uint32_t weights[Config::kRowTiles][2], rest[Config::kRowTiles][2];
     pack_weights<Config>(s[mt], weights, rest);
     multiply_block<Config>(state, v, mt, weights, rest);
   }
 }
 
-// With kSplit every warp needs the weights of all tokens for its dims.
 template <class Config>
-__device__ __forceinline__ void multiply_v_split(State<Config>& state, const Smem<Config>& smem, uint32_t v,
-                                                 const Logits<Config>& s) {
-  using S = Shape<Config>;
-  constexpr int kBlock = S::kWeightParts * S::kOperands * 32;
-  uint4* shared = smem.weights();
-  uint32_t weights[Config::kRowTiles][2], rest[Config::kRowTiles][2];
+__device__ __forceinline__ void scale_weights(const float* scales, Logits<Config>& s) {
 #pragma unroll
-  for (int mt = 0; mt < S::kBlocks; ++mt) {
-    uint4* to = shared + (part_of_warp<Config>() * S::kBlocks + mt) * kBlock;
-    pack_weights<Config>(s[mt], weights, rest);
-    store_operands(to, weights);
-    if constexpr (S::kBf16Mma) store_operands(to + kBlock / 2, rest);
-  }
-  wait_for_team<Config>(threadIdx.x / 32 / Config::kRowGroups);
+  for (int mt = 0; mt < Config::kTile / 16; ++mt)
 #pragma unroll
-  for (int mt = 0; mt < Config::kStep / 16; ++mt) {
-    load_operands(weights, shared + mt * kBlock);
-    if constexpr (S::kBf16Mma) load_operands(rest, shared + mt * kBlock + kBlock / 2);
-    multiply_block<Config>(state, v, mt, weights, rest);
-  }
+    for (int half = 0; half < 2; ++half) {
+      const float of_token = scales[mt * 16 + half * 8 + threadIdx.x % 32 / 4];
+#pragma unroll
+      for (int nt = 0; nt < Config::kRowTiles; ++nt)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) s[mt][nt][2 * half + c] *= of_token;
+    }
 }
 
-// Tokens `at` to `at` + kStep of a tile, of which token `first` is row 0. Rows and scales without a live token are zeros.
-template <class Config>
-__device__ __forceinline__ void attend_step(const DecodeParams& p, State<Config>& state,
-                                            const Smem<Config>& smem, const Request& r, int first_row,
-                                            unsigned char* stage, const float* scales, int first, int at) {
-  using S = Shape<Config>;
-  const int own = at + part_of_warp<Config>() * S::kBlocks * 16;
-  Logits<Config> s;
-  const uint32_t k = copy::shared_address(stage + own * S::K::kPanel);
-  if constexpr (Config::kSharedQ) {
-    multiply_k_shared<Config>(smem.queries(), k, s);
-  } else {
-    multiply_k<Config>(state, k, s);
-  }
-  first += own;
-  scales += own;
-  const int behind = Config::kCausal ? r.q_len - 1 : 0;
-  const int window = Config::kWindow ? int(p.window) : 0;
-  const bool masked =
-      first + S::kBlocks * 16 > r.seq_len - behind || (Config::kWindow && first < r.seq_len - window);
-  to_logits<Config>(p, state, scales, first, masked, s);
-  if (Config::kBranchMask && masked) mask<Config>(p, r, first_row, first, s);
-  soften<Config>(state, smem, s);
-  unsigned char* v = stage + S::K::kBytes + at * S::V::kPanel;
-  if constexpr (Config::kVScale == 2) {
-#pragma unroll
-    for (int mt = 0; mt < S::kBlocks; ++mt)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float of_token = scales[Config::kTile + mt * 16 + half * 8 + threadIdx.x % 32 / 4];
-#pragma unroll
-        for (int nt = 0; nt < Config::kRowTiles; ++nt)
-#pragma unroll
-          for (int c = 0; c < 2; ++c) s[mt][nt][2 * half + c] *= of_token;
-      }
-  }
-  if constexpr (Config::kSplit) {
-    multiply_v_split<Config>(state, smem, copy::shared_address(v), s);
-  } else {
-    multiply_v<Config>(state, copy::shared_address(v), s);
-  }
-}
-
-// Everything between the arrival of a tile and the release of its stage.
+// Everything between the arrival of a tile and the release of its stage. `first`: token of the tile's row 0. Rows
+// and scales without a live token are zeros.
 template <class Config>
 __device__ __forceinline__ void attend(const DecodeParams& p, State<Config>& state, const Smem<Config>& smem,
                                        const Request& r, int first_row, unsigned char* stage,
                                        const float* scales, int first) {
-#pragma unroll 1
-  for (int at = 0; at < Config::kTile; at += Config::kStep)
-    attend_step<Config>(p, state, smem, r, first_row, stage, scales, first, at);
+  using S = Shape<Config>;
+  Logits<Config> s;
+  if constexpr (Config::kSharedQ) {
+    multiply_k_shared<Config>(smem.queries(), copy::shared_address(stage), s);
+  } else {
+    multiply_k<Config>(state, copy::shared_address(stage), s);
+  }
+  const int behind = Config::kCausal ? r.q_len - 1 : 0;
+  const int window = Config::kWindow ? int(p.window) : 0;
+  to_logits<Config>(p, state, scales, s);
+  if (first + Config::kTile > r.seq_len - behind || (Config::kWindow && first < r.seq_len - window))
+    mask<Config>(p, r, first_row, first, s);
+  soften<Config>(state, s);
+  if constexpr (Config::kVScale == 2) scale_weights<Config>(scales + Config::kTile, s);
+  multiply_v<Config>(state, copy::shared_address(stage + S::K::kBytes), s);
 }
 
 }  // namespace hpcjit::attention

@@ -14,7 +14,7 @@ from hpcjit.ops._rows import TYPE_NAMES
 from hpcjit.ops.attention._decode_shape import FAULT_TEXT, SCHEDULES, DecodeArgs, Shape, Sizes, alignment
 
 INVARIANT_TOKENS = 2048  # of a piece under the invariant schedule
-_SMEM_BYTES = 208 * 1024  # for rings and sums
+_SMEM_BYTES = 225 * 1024  # for rings, sums and queries
 _RING_BYTES = 128 * 1024  # all rings together; deeper ones gain nothing
 _LEAST_BYTES = 64 * 1024  # of keys and values that a worker gets
 _WHOLE_BYTES = 320 * 1024  # up to which a pair is not cut
@@ -35,13 +35,9 @@ class DecodeConfig(Config):
     tile: int = 16  # tokens
     stages: int = 3
     warps: int = 8
-    row_groups: int = 1  # warps that share a tile: each has rows of its own, or
-    split: bool = False  # all rows, and a part of the tokens and dims
+    row_groups: int = 1  # warps that share a tile, each with rows of its own
     row_tiles: int = 1  # of 8 query rows, per warp
-    step: int = 16  # tokens that a warp attends to at once
     shared_q: bool = False  # queries in shared memory, not in registers
-    branch_mask: bool = False  # nothing is masked where every row sees every token
-    lazy_max: bool = False  # sums follow a maximum only when it has grown by much
     axis_t: str = "int32"  # of costs: int64 where the tables of a batch address too much for 32 bits
     whole_tiles: bool = True  # a page holds whole tiles
     q_scale: bool = False
@@ -91,34 +87,35 @@ def rows_of(shape: Sizes) -> tuple[int, int]:
     return groups, per_warp
 
 
-def many_rows(shape: Sizes, groups: int, row_tiles: int) -> bool:
-    """More rows than the 16 that one warp has registers for: what a tile costs beside its products then counts."""
-    return groups * row_tiles > 2 and shape.value_head_dim <= 128
+def queries_shared(shape: Sizes, itemsize: int, groups: int, row_tiles: int) -> bool:
+    """Whether queries are in shared memory: beside O, S of two row tiles and long heads or tiles, registers lack."""
+    return row_tiles == 2 and (groups > 1 or (shape.head_dim > 128 and itemsize == 1))
 
 
 def ring_of(shape: Sizes, itemsize: int, groups: int, row_tiles: int) -> tuple[int, int, int]:
     """Warps of a block, tokens of a tile, and stages of a team's ring: at least two, more where there are few teams."""
     token_bytes = (shape.head_dim + shape.value_head_dim) * itemsize
     tile = usual_tile(shape, itemsize)
-    many = many_rows(shape, groups, row_tiles)
-    if many and shape.head_dim <= 128 and shape.page_size % (2 * tile) == 0:
+    doubled = groups * row_tiles > 2 and shape.head_dim <= 128 and shape.page_size % (2 * tile) == 0
+    if doubled:
         tile *= 2
     sums = groups * row_tiles * 8 * shape.value_head_dim * 4
     warps, stages = 8, 0
     while True:
         teams = warps // groups
         room = _SMEM_BYTES - (teams * sums if sums > tile * token_bytes else 0)
-        if many:  # queries, and what the warps of a team tell each other: weights, maxima and factors
-            room -= warps * 16 * shape.head_dim * 2 + teams * (tile // 16 * itemsize * 1024 + 1024)
+        if queries_shared(shape, itemsize, groups, row_tiles):
+            room -= warps * row_tiles * 8 * shape.head_dim * 2
         stages = room // (teams * tile * (token_bytes + 8))
         if stages >= 2:
             break
         warps //= 2
-    return warps, tile, min(stages, max(2, _RING_BYTES // (teams * tile * token_bytes)))
+    most = 2 if doubled else max(2, _RING_BYTES // (teams * tile * token_bytes))
+    return warps, tile, min(stages, most)
 
 
 def usual_tile(shape: Sizes, itemsize: int) -> int:
-    """Tokens of a tile: 4 to 16 KiB of keys and values."""
+    """Tokens of a tile for few query rows: 4 to 16 KiB of keys and values."""
     return 32 if (shape.head_dim + shape.value_head_dim) * itemsize <= 320 else 16
 
 
@@ -126,10 +123,6 @@ def config_of(a: DecodeArgs, shape: Shape) -> DecodeConfig:
     """The config of a call; nothing in it depends on the size of the batch."""
     groups, row_tiles = rows_of(shape)
     warps, tile, stages = ring_of(shape, a.k_cache.itemsize, groups, row_tiles)
-    many = many_rows(shape, groups, row_tiles)
-    split = many and groups == 2 and tile >= 32 and a.k_cache.dtype != torch.float16  # which spills two registers
-    if split:
-        row_tiles = -(-shape.group * shape.max_q_len // 8)
     return DecodeConfig(
         q_t=TYPE_NAMES[a.q.dtype],
         kv_t=TYPE_NAMES[a.k_cache.dtype],
@@ -142,11 +135,7 @@ def config_of(a: DecodeArgs, shape: Shape) -> DecodeConfig:
         warps=warps,
         row_groups=groups,
         row_tiles=row_tiles,
-        split=split,
-        step=tile,
-        shared_q=many,
-        branch_mask=many,
-        lazy_max=many,
+        shared_q=queries_shared(shape, a.k_cache.itemsize, groups, row_tiles),
         axis_t="int32" if _largest_total(shape, tile) < 2**30 else "int64",  # some cuts lie past the total
         whole_tiles=shape.page_size % tile == 0,
         q_scale=a.q_scale is not None,
@@ -203,7 +192,7 @@ class Work:
 
 
 def memory(shape: Sizes, work: Work) -> tuple[int, int]:
-    """Bytes of the workspace and of the counters; no fewer than the rows of the config take."""
+    """Bytes of the workspace and of the counters."""
     rows = math.prod(rows_of(shape)) * 8
     return work.slots * rows * (shape.value_head_dim + 4) * 4, (work.slots + work.roots) * rows * 4
 
