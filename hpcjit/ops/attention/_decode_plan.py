@@ -87,9 +87,9 @@ def rows_of(shape: Sizes) -> tuple[int, int]:
     return groups, per_warp
 
 
-def queries_shared(shape: Sizes, itemsize: int, groups: int, row_tiles: int) -> bool:
+def queries_shared(shape: Sizes, groups: int, row_tiles: int) -> bool:
     """Whether queries are in shared memory: beside O, S of two row tiles and long heads or tiles, registers lack."""
-    return row_tiles == 2 and (groups > 1 or (shape.head_dim > 128 and itemsize == 1))
+    return row_tiles == 2 and (groups > 1 or shape.head_dim > 128)
 
 
 def ring_of(shape: Sizes, itemsize: int, groups: int, row_tiles: int) -> tuple[int, int, int]:
@@ -104,7 +104,7 @@ def ring_of(shape: Sizes, itemsize: int, groups: int, row_tiles: int) -> tuple[i
     while True:
         teams = warps // groups
         room = _SMEM_BYTES - (teams * sums if sums > tile * token_bytes else 0)
-        if queries_shared(shape, itemsize, groups, row_tiles):
+        if queries_shared(shape, groups, row_tiles):
             room -= warps * row_tiles * 8 * shape.head_dim * 2
         stages = room // (teams * tile * (token_bytes + 8))
         if stages >= 2:
@@ -135,7 +135,7 @@ def config_of(a: DecodeArgs, shape: Shape) -> DecodeConfig:
         warps=warps,
         row_groups=groups,
         row_tiles=row_tiles,
-        shared_q=queries_shared(shape, a.k_cache.itemsize, groups, row_tiles),
+        shared_q=queries_shared(shape, groups, row_tiles),
         axis_t="int32" if _largest_total(shape, tile) < 2**30 else "int64",  # some cuts lie past the total
         whole_tiles=shape.page_size % tile == 0,
         q_scale=a.q_scale is not None,
