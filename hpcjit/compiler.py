@@ -341,6 +341,7 @@ def _keep(job: Job, logs: Path, log: str) -> Path | None:
 
 
 _PTXAS_KERNEL = re.compile(r"Compiling entry function '(\w+)'")
+_PTXAS_FUNCTION = re.compile(r"Function properties for (\w+)")
 _PTXAS_SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _PTXAS_USED = re.compile(r"Used (\d+) registers")
 _PTXAS_SHARED = re.compile(r"(\d+) bytes smem")
@@ -349,12 +350,15 @@ _PTXAS_SHARED = re.compile(r"(\d+) bytes smem")
 def resources(log: str) -> list[dict[str, Any]]:
     """What `ptxas -v` says about each kernel: registers, static shared memory, stack and spills."""
     kernels: list[dict[str, Any]] = []
+    function = ""  # functions that are not inlined have properties of their own
     for line in log.splitlines():
         if match := _PTXAS_KERNEL.search(line):
             kernels.append(
                 {"name": match.group(1), "registers": 0, "shared_bytes": 0, "spill_bytes": 0, "stack_bytes": 0}
             )
-        elif kernels and (match := _PTXAS_SPILL.search(line)):
+        elif match := _PTXAS_FUNCTION.search(line):
+            function = match.group(1)
+        elif kernels and function == kernels[-1]["name"] and (match := _PTXAS_SPILL.search(line)):
             kernels[-1] |= {
                 "stack_bytes": int(match.group(1)),
                 "spill_bytes": int(match.group(2)) + int(match.group(3)),

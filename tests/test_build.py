@@ -26,7 +26,7 @@ from scale_template import (
     scale_template,
 )
 
-from hpcjit import build, cache, folders, launch, progress, toolchain
+from hpcjit import build, cache, compiler, folders, launch, progress, toolchain
 from hpcjit.errors import ArgumentTypeError, CacheError, CaptureError, CompileError, LaunchError, ToolchainError
 
 pytestmark = pytest.mark.skipif(real_nvcc() is None, reason="no nvcc on this machine")
@@ -130,6 +130,18 @@ def test_manifest_describes_the_binary(built):
     assert facts["binary_bytes"] == built.path.stat().st_size
     assert "nvcc" in facts["command"]
     assert built.path.parent.name == f"threads256-offset0-{facts['key'][:12]}"
+
+
+def test_a_function_that_is_called_does_not_hide_what_the_kernel_spills():
+    log = """ptxas info    : Compiling entry function 'kernel' for 'sm_90a'
+ptxas info    : Function properties for kernel
+    48 bytes stack frame, 64 bytes spill stores, 80 bytes spill loads
+ptxas info    : Used 255 registers, used 16 barriers, 48 bytes cumulative stack size
+ptxas info    : Function properties for report
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+"""
+    expected = {"name": "kernel", "registers": 255, "shared_bytes": 0, "spill_bytes": 144, "stack_bytes": 48}
+    assert compiler.resources(log) == [expected]
 
 
 def test_params_must_match_the_header(fresh):

@@ -1,4 +1,4 @@
-"""attention.decode: plans of every supported combination fit the kernel's header; sizes past 32 bits. No GPU, no compiler."""
+"""attention.decode: plans of every supported combination fit the kernel's header; sizes past 32 bits. No GPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 import torch
 from decode_tools import BF16, FP8, FP16, FP32
 
+from hpcjit import build
 from hpcjit.jit_op import Plan
 from hpcjit.ops.attention._decode import decode_op
-from hpcjit.ops.attention._decode_plan import DecodeConfig
+from hpcjit.ops.attention._decode_plan import DECODE, DecodeConfig
 from hpcjit.ops.attention._decode_shape import HEAD_DIMS, MAX_GROUP, MAX_Q_LEN, SCHEDULES, DecodeArgs
 
 SMEM_BYTES = 227 * 1024  # of a block on Hopper
@@ -86,7 +87,9 @@ def smem_bytes(c: DecodeConfig) -> int:
     teams, stage = c.warps // c.row_groups, c.tile * (c.head_dim + c.value_head_dim) * BYTES[c.kv_t]
     scales = 2 * c.tile * 4 if 2 in (c.k_scale, c.v_scale) else 0
     sums = rows_of(c) * c.value_head_dim * 4
-    return teams * (c.stages * (stage + scales) + (sums if sums > stage else 0)) + small_bytes(c)
+    rings = teams * (c.stages * (stage + scales) + (sums if sums > stage else 0))
+    queries = c.warps * 16 * c.head_dim * 2 if c.shared_q else 0
+    return rings + queries + small_bytes(c)
 
 
 class TestEveryCombination:
@@ -106,10 +109,11 @@ class TestEveryCombination:
             assert c.whole_tiles or c.tile <= 32, call
             assert rows_of(c) >= group * max_q_len, call
             assert rows_of(c) <= 32 * c.warps, "a bit for each row that a warp looks after"
+            assert not c.shared_q or c.row_tiles == 2, call
             assert smem_bytes(dataclasses.replace(c, axis_t="int64")) <= SMEM_BYTES, call
 
     def test_page_size_and_schedule(self):
-        """Neither changes rows, ring or tile."""
+        """Neither changes rows, ring or tile, if no rows need a tile of double size."""
         for head_dims, dtypes in product(HEAD_DIMS, DTYPES):
             found = {
                 dataclasses.replace(
@@ -120,6 +124,33 @@ class TestEveryCombination:
                 for page_size, schedule in product(PAGE_SIZES, SCHEDULES)
             }
             assert len(found) == 1
+
+
+class TestManyRows:
+    @pytest.mark.parametrize(("q_len", "rows"), [(2, 16), (3, 32), (4, 32), (5, 64)])
+    @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda dtypes: " ".join(map(str, dtypes)).replace("torch.", ""))
+    def test_who_has_them(self, dtypes, q_len: int, rows: int):
+        one, c = (config_of(Call(dtypes=dtypes, group=8, max_q_len=q)) for q in (1, q_len))
+        many = q_len > 2
+        assert (rows_of(c), c.shared_q, c.tile) == (rows, many, one.tile * (2 if many else 1))
+        assert c.stages == 2
+
+    def test_a_tile_of_double_size_needs_pages_that_hold_it(self):
+        tiles = {page: config_of(Call(group=8, max_q_len=4, page_size=page)).tile for page in (16, 32, 48, 64)}
+        assert tiles == {16: 16, 32: 32, 48: 16, 64: 32}
+
+    def test_cuts_are_of_the_same_bytes(self):
+        one, many = (plan_of(Call(group=8, max_q_len=q).args()).values for q in (1, 4))
+        for name in ("slack", "margin", "least", "whole"):
+            assert one[name] == 2 * many[name], name
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda dtypes: " ".join(map(str, dtypes)).replace("torch.", ""))
+    @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128)], ids=str)
+    def test_compiles_without_spills(self, head_dims, dtypes):
+        for group, q_len, page_size in product((8, 16), (1, 2, 4, 8), (16, 64)):
+            c = config_of(Call(head_dims, dtypes, group, q_len, page_size))
+            assert build.compile_only(DECODE, c, "sm_90a").manifest["spill_bytes"] == 0, c
 
 
 class TestLargeSizes:

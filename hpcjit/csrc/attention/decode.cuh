@@ -7,8 +7,9 @@
 // maximum, sum and O in registers (decode_tile.cuh). At the end of a piece the teams join, then the blocks that
 // share a pair (decode_merge.cuh).
 //
-// Shared memory: rings | scales of tokens | Small (maxima, cuts). Ordering: a warp waits for its own copies of a
-// tile, then for its team; that barrier also says that all have read the tile before, whose stage is filled next.
+// Shared memory: rings | scales of tokens | sums | queries of many rows | Small (maxima, cuts). Ordering: a warp waits
+// for its own copies of a tile, then for its team; that barrier also says that all have read the tile before, whose
+// stage is filled next.
 // Nothing that a predecessor may have written is used before pdl::wait(); what is read earlier only guides
 // prefetches into L2.
 #pragma once
@@ -18,15 +19,6 @@
 #include "hpcjit/ptx/pdl.cuh"
 
 namespace hpcjit::attention {
-
-template <class Config>
-__device__ __forceinline__ void wait_for_team(int team) {
-  if constexpr (Config::kRowGroups == 1) {
-    __syncwarp();
-  } else {
-    asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(Config::kRowGroups * 32) : "memory");
-  }
-}
 
 // Before and after pdl::wait(): the cuts, in shared memory, and the producer's first tiles. Each thread has the first
 // of its run of requests at hand; with one per thread that shows whether what was found out before the wait still
@@ -108,14 +100,14 @@ __global__ void __launch_bounds__(Config::kWarps * 32, Config::kBlocksPerSm)
 #pragma unroll 1
   while (walk.piece(p, piece)) {
     const Request r = walk.request;
-    open<Config>(p, state, r, piece.head, first_row);
+    open<Config>(p, state, smem, r, piece.head, first_row);
     if constexpr (Config::kSchedule == kInvariant) tile = team;
 #pragma unroll 1
     for (; tile < piece.end - piece.begin; tile += S::kTeams) {
       copy::wait<Config::kStages - 2>();
       wait_for_team<Config>(team);
       start_copies<Config>(p, producer, smem, team, free_stage, policy);
-      attend<Config>(p, state, r, smem.stage(team, stage), smem.scales(team, stage),
+      attend<Config>(p, state, smem, r, first_row, smem.stage(team, stage), smem.scales(team, stage),
                      (walk.tiles.first + piece.begin + tile) * Config::kTile);
       free_stage = stage;
       stage = stage + 1 == Config::kStages ? 0 : stage + 1;

@@ -118,8 +118,13 @@ struct Shape {
   static constexpr bool kOwnSums = kRows * kDimV * 4 > kStageBytes;
   static constexpr int kSumsBytes = kOwnSums ? kTeams * kRows * kDimV * 4 : 0;
 
+  // Queries that do not stay in registers: for 16 dims, 16 bytes of every lane.
+  static constexpr int kQueryBytes = Config::kSharedQ ? Config::kWarps * kDimK / 16 * 512 : 0;
+  static constexpr int kSmallAt = kRingBytes + kScalesBytes + kSumsBytes + kQueryBytes;
+
   static_assert(Config::kWarps % Config::kRowGroups == 0, "whole teams");
   static_assert(kTeams <= 15 || Config::kRowGroups == 1, "a named barrier per team");
+  static_assert(!Config::kSharedQ || Config::kRowTiles == 2, "two operands of 8 bytes in 16");
 };
 
 struct Request {
@@ -158,14 +163,19 @@ struct Smem {
                                                       team * S::kRows * S::kDimV * 4
                                                 : stage(team, free_stage));
   }
+  // This lane's part of its warp's queries.
+  __device__ __forceinline__ uint4* queries() const {
+    constexpr int kOfWarp = S::kDimK / 16 * 32;
+    return reinterpret_cast<uint4*>(base + S::kRingBytes + S::kScalesBytes + S::kSumsBytes) +
+           threadIdx.x / 32 * kOfWarp + threadIdx.x % 32;
+  }
   __device__ __forceinline__ Small<Config>& small() const {
-    return *reinterpret_cast<Small<Config>*>(base + S::kRingBytes + S::kScalesBytes + S::kSumsBytes);
+    return *reinterpret_cast<Small<Config>*>(base + S::kSmallAt);
   }
 };
 
 template <class Config>
-constexpr int kSmemBytes = Shape<Config>::kRingBytes + Shape<Config>::kScalesBytes +
-                           Shape<Config>::kSumsBytes + int(sizeof(Small<Config>));
+constexpr int kSmemBytes = Shape<Config>::kSmallAt + int(sizeof(Small<Config>));
 
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;

@@ -14,7 +14,7 @@ from hpcjit.ops._rows import TYPE_NAMES
 from hpcjit.ops.attention._decode_shape import FAULT_TEXT, SCHEDULES, DecodeArgs, Shape, Sizes, alignment
 
 INVARIANT_TOKENS = 2048  # of a piece under the invariant schedule
-_SMEM_BYTES = 208 * 1024  # for rings and sums
+_SMEM_BYTES = 225 * 1024  # for rings, sums and queries
 _RING_BYTES = 128 * 1024  # all rings together; deeper ones gain nothing
 _LEAST_BYTES = 64 * 1024  # of keys and values that a worker gets
 _WHOLE_BYTES = 320 * 1024  # up to which a pair is not cut
@@ -35,8 +35,9 @@ class DecodeConfig(Config):
     tile: int = 16  # tokens
     stages: int = 3
     warps: int = 8
-    row_groups: int = 1  # warps that share a tile
+    row_groups: int = 1  # warps that share a tile, each with rows of its own
     row_tiles: int = 1  # of 8 query rows, per warp
+    shared_q: bool = False  # queries in shared memory, not in registers
     axis_t: str = "int32"  # of costs: int64 where the tables of a batch address too much for 32 bits
     whole_tiles: bool = True  # a page holds whole tiles
     q_scale: bool = False
@@ -86,20 +87,36 @@ def rows_of(shape: Sizes) -> tuple[int, int]:
     return groups, per_warp
 
 
+def queries_shared(shape: Sizes, groups: int, row_tiles: int) -> bool:
+    """Whether queries are in shared memory: beside O, S of two row tiles and long heads or tiles, registers lack."""
+    return row_tiles == 2 and (groups > 1 or shape.head_dim > 128)
+
+
 def ring_of(shape: Sizes, itemsize: int, groups: int, row_tiles: int) -> tuple[int, int, int]:
     """Warps of a block, tokens of a tile, and stages of a team's ring: at least two, more where there are few teams."""
     token_bytes = (shape.head_dim + shape.value_head_dim) * itemsize
-    tile = 32 if token_bytes <= 320 else 16
+    tile = usual_tile(shape, itemsize)
+    doubled = groups * row_tiles > 2 and shape.head_dim <= 128 and shape.page_size % (2 * tile) == 0
+    if doubled:
+        tile *= 2
     sums = groups * row_tiles * 8 * shape.value_head_dim * 4
     warps, stages = 8, 0
     while True:
         teams = warps // groups
         room = _SMEM_BYTES - (teams * sums if sums > tile * token_bytes else 0)
+        if queries_shared(shape, groups, row_tiles):
+            room -= warps * row_tiles * 8 * shape.head_dim * 2
         stages = room // (teams * tile * (token_bytes + 8))
         if stages >= 2:
             break
         warps //= 2
-    return warps, tile, min(stages, max(2, _RING_BYTES // (teams * tile * token_bytes)))
+    most = 2 if doubled else max(2, _RING_BYTES // (teams * tile * token_bytes))
+    return warps, tile, min(stages, most)
+
+
+def usual_tile(shape: Sizes, itemsize: int) -> int:
+    """Tokens of a tile for few query rows: 4 to 16 KiB of keys and values."""
+    return 32 if (shape.head_dim + shape.value_head_dim) * itemsize <= 320 else 16
 
 
 def config_of(a: DecodeArgs, shape: Shape) -> DecodeConfig:
@@ -118,6 +135,7 @@ def config_of(a: DecodeArgs, shape: Shape) -> DecodeConfig:
         warps=warps,
         row_groups=groups,
         row_tiles=row_tiles,
+        shared_q=queries_shared(shape, groups, row_tiles),
         axis_t="int32" if _largest_total(shape, tile) < 2**30 else "int64",  # some cuts lie past the total
         whole_tiles=shape.page_size % tile == 0,
         q_scale=a.q_scale is not None,
@@ -189,6 +207,7 @@ def plan(op: Any, *args: Any) -> Plan:
         sms = torch.cuda.get_device_properties(a.q.device).multi_processor_count
     work = Work.of(shape, a.schedule, config.tile, sms)
     tile_bytes = config.tile * (shape.head_dim + shape.value_head_dim) * a.k_cache.itemsize
+    larger = config.tile // usual_tile(shape, a.k_cache.itemsize)
     workspace_bytes, counter_bytes = memory(shape, work)
     optional = ("cu_seqlens_q", "q_scale", "k_scale", "v_scale", "sinks", "lse")
     values: dict[str, int | float | str] = {name: 0 for name in optional if getattr(a, name) is None}
@@ -211,8 +230,8 @@ def plan(op: Any, *args: Any) -> Plan:
         "window": a.window,
         "least": _LEAST_BYTES // tile_bytes,
         "whole": _WHOLE_BYTES // tile_bytes,
-        "slack": _SLACK_TILES,
-        "margin": _MARGIN_TILES,
+        "slack": _SLACK_TILES // larger,
+        "margin": _MARGIN_TILES // larger,
     }
     for name in ("q", "q_scale", "out", "lse"):
         rows = getattr(shape, name)

@@ -1,0 +1,133 @@
+// What a warp keeps of a pair: queries, maxima, sums and O in registers.
+//
+// Lane 4 g + t of a warp: see decode_tile.cuh.
+#pragma once
+#include "attention/decode_work.cuh"
+#include "hpcjit/ptx/copy.cuh"
+#include "hpcjit/ptx/mma.cuh"
+
+namespace hpcjit::attention {
+
+// S^T of a tile, in blocks of 16 tokens by 8 query rows.
+template <class Config>
+using Logits = float[Config::kTile / 16][Config::kRowTiles][4];
+
+template <class Config>
+__device__ __forceinline__ void wait_for_team(int team) {
+  if constexpr (Config::kRowGroups == 1) {
+    __syncwarp();
+  } else {
+    asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(Config::kRowGroups * 32) : "memory");
+  }
+}
+
+// What stays with a warp for one piece.
+template <class Config>
+struct State {
+  static constexpr int kNt = Config::kRowTiles;
+  uint32_t q[Config::kHeadDim / 16][kNt][2];  // unless they are in shared memory
+  // A logit of a column is factor * z. z is S times the token's scale; with a cap it is the logit itself.
+  float factor[kNt][2];
+  float o[Config::kValueHeadDim / 16][kNt][4];
+  float max[kNt][2];  // of z; the largest may be above it, see has_grown
+  float sum[kNt][2];  // of this lane's tokens only
+};
+
+// Q as the second operand: 16 dims of each row per step, in the order that the K fragment has.
+template <class Config>
+__device__ __forceinline__ void load_q(const DecodeParams& p, State<Config>& state, const Smem<Config>& smem,
+                                       const Request& r, int head, int first_row) {
+  using S = Shape<Config>;
+  using q_t = typename Config::q_t;
+  using mma_t = typename Config::mma_t;
+  constexpr int kSteps = Config::kHeadDim / 16;
+  constexpr bool kNormalise = sizeof(q_t) == 2 && S::kFp8 && Config::kNormaliseQ;
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int group = int(p.group);
+#pragma unroll
+  for (int nt = 0; nt < Config::kRowTiles; ++nt) {
+    const int n = first_row + nt * 8 + g;
+    const int j = Config::kCausal ? n / group : 0;
+    const bool live = n < r.q_len * group;
+    const int q_head = head * group + n - j * group;
+    const q_t* row =
+        static_cast<const q_t*>(p.q) + int64_t(r.q_start + j) * p.q_token_stride + q_head * p.q_head_stride;
+    float scale = 1.f;
+    if constexpr (Config::kQScale)
+      if (live) scale = p.q_scale[(r.q_start + j) * p.q_scale_token_stride + q_head * p.q_scale_head_stride];
+    uint32_t raw[kSteps][2];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      if constexpr (sizeof(q_t) == 1) {
+        const uint32_t x = live ? *reinterpret_cast<const uint32_t*>(row + 16 * s + 4 * t) : 0u;
+        mma::e4m3x4_to_fp16(x, raw[s][0], raw[s][1]);
+      } else if constexpr (S::kFp8) {
+        const uint2 x = live ? *reinterpret_cast<const uint2*>(row + 16 * s + 4 * t) : make_uint2(0u, 0u);
+        raw[s][0] = x.x;
+        raw[s][1] = x.y;
+      } else {
+        raw[s][0] = live ? *reinterpret_cast<const uint32_t*>(row + 16 * s + 2 * t) : 0u;
+        raw[s][1] = live ? *reinterpret_cast<const uint32_t*>(row + 16 * s + 2 * t + 8) : 0u;
+      }
+    }
+    if constexpr (kNormalise) {
+      // bf16 reaches further than fp16: a power of two, which is exact, brings the row's largest magnitude below 2.
+      float largest = 0.f;
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          largest = fmaxf(largest, fmaxf(fabsf(__uint_as_float(raw[s][i] << 16)),
+                                         fabsf(__uint_as_float(raw[s][i] & 0xffff0000u))));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      const uint32_t exponent = __float_as_uint(largest) & 0x7f800000u;
+      const bool usable = exponent > 0x01000000u && exponent < 0x7e000000u;
+      const float power = usable ? __uint_as_float(exponent) : 1.f;
+      const float inverse = 1.f / power;
+      scale *= power;
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          raw[s][i] = pack2<mma_t>(__uint_as_float(raw[s][i] << 16) * inverse,
+                                   __uint_as_float(raw[s][i] & 0xffff0000u) * inverse);
+    }
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if constexpr (Config::kSharedQ) {
+          reinterpret_cast<uint32_t*>(smem.queries() + 32 * s)[nt * 2 + i] = raw[s][i];
+        } else {
+          state.q[s][nt][i] = raw[s][i];
+        }
+    // The lane's columns in S^T are the rows that lanes 8 t and 8 t + 4 have loaded.
+#pragma unroll
+    for (int c = 0; c < 2; ++c) state.factor[nt][c] = __shfl_sync(~0u, scale, 8 * t + 4 * c);
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void open(const DecodeParams& p, State<Config>& state, const Smem<Config>& smem,
+                                     const Request& r, int head, int first_row) {
+  load_q<Config>(p, state, smem, r, head, first_row);
+  float scale = float(p.scale * p.k_factor);
+  if constexpr (Config::kKScale == 1) scale *= p.k_scale[head * p.k_scale_head_stride];
+#pragma unroll
+  for (int nt = 0; nt < Config::kRowTiles; ++nt)
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      state.factor[nt][c] *= scale;
+      state.max[nt][c] = -INFINITY;
+      state.sum[nt][c] = 0.f;
+    }
+#pragma unroll
+  for (int d = 0; d < Config::kValueHeadDim / 16; ++d)
+#pragma unroll
+    for (int nt = 0; nt < Config::kRowTiles; ++nt)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) state.o[d][nt][i] = 0.f;
+}
+
+}  // namespace hpcjit::attention
