@@ -342,14 +342,18 @@ def _keep(job: Job, logs: Path, log: str) -> Path | None:
 
 _PTXAS_KERNEL = re.compile(r"Compiling entry function '(\w+)'")
 _PTXAS_FUNCTION = re.compile(r"Function properties for (\w+)")
+_PTXAS_SERIALIZED = re.compile(r"wgmma\.mma_async instructions are serialized .* in the function '(\w+)'")
 _PTXAS_SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _PTXAS_USED = re.compile(r"Used (\d+) registers")
 _PTXAS_SHARED = re.compile(r"(\d+) bytes smem")
 
 
 def resources(log: str) -> list[dict[str, Any]]:
-    """What `ptxas -v` says about each kernel: registers, static shared memory, stack and spills."""
+    """What `ptxas -v` says about each kernel: registers, static shared memory, stack and spills, and whether each of its
+    warpgroup products waits for the one before, for want of registers, say.
+    """
     kernels: list[dict[str, Any]] = []
+    serialized = set(_PTXAS_SERIALIZED.findall(log))
     function = ""  # functions that are not inlined have properties of their own
     for line in log.splitlines():
         if match := _PTXAS_KERNEL.search(line):
@@ -366,7 +370,7 @@ def resources(log: str) -> list[dict[str, Any]]:
         elif kernels and (match := _PTXAS_USED.search(line)):
             shared = _PTXAS_SHARED.search(line)
             kernels[-1] |= {"registers": int(match.group(1)), "shared_bytes": int(shared.group(1)) if shared else 0}
-    return kernels
+    return [{**kernel, "serialized": kernel["name"] in serialized} for kernel in kernels]
 
 
 def flags_for(debug: bool, extra: Sequence[str] = ()) -> tuple[str, ...]:

@@ -141,7 +141,22 @@ ptxas info    : Function properties for report
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 """
     expected = {"name": "kernel", "registers": 255, "shared_bytes": 0, "spill_bytes": 144, "stack_bytes": 48}
-    assert compiler.resources(log) == [expected]
+    assert compiler.resources(log) == [{**expected, "serialized": False}]
+
+
+def test_products_that_wait_for_each_other_are_noticed():
+    log = """ptxas info    : (C7511) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient register resources for the wgmma pipeline in the function 'second'
+ptxas info    : Compiling entry function 'first' for 'sm_90a'
+ptxas info    : Function properties for first
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 46 registers, used 16 barriers
+ptxas info    : Compiling entry function 'second' for 'sm_90a'
+ptxas info    : Used 48 registers, used 16 barriers
+"""  # noqa: E501
+    assert [(kernel["name"], kernel["serialized"]) for kernel in compiler.resources(log)] == [
+        ("first", False),
+        ("second", True),
+    ]
 
 
 def test_params_must_match_the_header(fresh):

@@ -263,6 +263,7 @@ def test_template_compiles(case: Case, arch: str):
     plan = op.plan(*case.args("meta"))
     entry = build.compile_only(plan.template, plan.config, arch)
     assert entry.manifest["spill_bytes"] == 0
+    assert not any(kernel["serialized"] for kernel in entry.manifest["kernels"])
     assert entry.manifest["registers"] > 0
 
 

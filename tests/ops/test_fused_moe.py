@@ -311,7 +311,9 @@ class TestPlan:
 
 def compiled(a: FusedMoeArgs) -> None:
     plan = _fused_moe_plan.chain_plan(OP, a)
-    assert build.compile_only(plan.template, plan.config, "sm_90a").manifest["spill_bytes"] == 0
+    manifest = build.compile_only(plan.template, plan.config, "sm_90a").manifest
+    assert manifest["spill_bytes"] == 0
+    assert not [kernel["name"] for kernel in manifest["kernels"] if kernel["serialized"]]  # its products
 
 
 def _bad(m: Maker) -> dict[str, tuple[FusedMoeArgs, dict, str]]:
