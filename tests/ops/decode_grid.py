@@ -9,6 +9,41 @@ from decode_tools import BF16, FP8, FP16, Batch
 _MIXED = (130, 0, 1, 64, 65, 300)  # empty, one token, a page to the end, one past it
 _SMALL = (37, 1, 0, 90)
 
+_TOKEN_SCALES = {"cache": FP8, "k_scale": "token", "v_scale": "token"}
+_FOUR = {"q_lens": 4, "group": 8, "kv_heads": 1}  # 32 query rows: tiles of double size, queries in shared memory
+
+_MANY_ROWS: list[tuple[str, Batch, str]] = [
+    (
+        "many rows window",
+        Batch((200, 64, 3, 65, 1), window=33, **_FOUR),
+        "a window begins inside a tile of double size",
+    ),
+    (
+        "many rows window fp8",
+        Batch((200, 64, 3, 65, 1), window=33, dtype=FP8, q_scale="row", **_FOUR),
+        "likewise, 64 tokens",
+    ),
+    ("many rows token scales", Batch((200, 64, 3, 65, 1), window=33, **_TOKEN_SCALES, **_FOUR), "64 scales of a tile"),
+    (
+        "many rows ragged fp8",
+        Batch((130, 1, 70), q_lens=(8, 1, 3), group=8, kv_heads=1, dtype=FP8, q_scale="row"),
+        "64 rows, of which requests have 8 to 64",
+    ),
+    ("many rows p16 fp8", Batch((200, 33), dtype=FP8, q_scale="row", page=16, **_FOUR), "pages that hold no such tile"),
+    ("many rows p48 fp8", Batch((200, 33), dtype=FP8, q_scale="row", page=48, **_FOUR), "likewise"),
+    (
+        "most rows d64 fp8",
+        Batch((130, 9), head_dim=64, value_head_dim=64, q_lens=8, group=16, kv_heads=1, dtype=FP8, q_scale="row"),
+        "128 rows: one team",
+    ),
+    (
+        "many rows invariant",
+        Batch((5000, 70), schedule="invariant", window=2100, **_FOUR),
+        "pieces of tiles of double size",
+    ),
+    ("many rows static fp8", Batch((5000, 70), schedule="static", dtype=FP8, q_scale="row", **_FOUR), "likewise"),
+]
+
 _CALLS: list[tuple[str, Batch, str]] = [
     ("one token", Batch([1], kv_heads=1, group=1), "the least call"),
     ("mixed", Batch(_MIXED), "lengths at the edges of pages; everything dead is NaN"),
@@ -46,6 +81,7 @@ _CALLS: list[tuple[str, Batch, str]] = [
     ("invariant window", Batch((5000, 70), schedule="invariant", window=2100, kv_heads=1), "pieces begin at a window"),
     ("split", Batch((9000,), kv_heads=1, group=8), "one request on every SM"),
     ("split fp8", Batch((9000, 1), kv_heads=1, group=8, dtype=FP8, q_scale="row"), "likewise"),
+    *_MANY_ROWS,
     ("many requests", Batch([i % 50 for i in range(700)], kv_heads=1, page=16), "more requests than SMs"),
     ("no requests", Batch([]), "nothing to do"),
 ]

@@ -201,7 +201,8 @@ template <class Config>
 __device__ __forceinline__ void hint_tile(const DecodeParams& p, const Tile<Config>& tile) {
   using S = Shape<Config>;
   constexpr int kBytes = sizeof(typename Config::kv_t);
-  const int row = threadIdx.x % 32;
+  // A lane per row; the warps of a team share out a tile of more, whose rows lie in one page.
+  const int row = threadIdx.x % (Config::kWholeTiles ? 32 * Config::kRowGroups : 32);
   if (tile.request < 0 || row >= Config::kTile || !tile.is_live(row) ||
       unsigned(tile.page) >= unsigned(p.num_pages))
     return;

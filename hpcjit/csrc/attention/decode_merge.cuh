@@ -67,7 +67,7 @@ __device__ __forceinline__ Share share_of(const DecodeParams& p, const Small<Con
   }
 }
 
-// Four dims per lane and step of one query row, before the division by `sum`, which is relative to the largest logit.
+// Four dims per lane and step of one query row, before the division by `sum`; both are relative to `max`, which may lag behind the largest logit.
 template <class Config>
 struct Row {
   static constexpr int kQuads = (Config::kValueHeadDim / 4 + 31) / 32;

@@ -109,7 +109,7 @@ struct Shape {
   static constexpr bool kTokenScales = Config::kKScale == 2 || Config::kVScale == 2;
   static constexpr int kScaleBytes = kTokenScales ? 2 * kTile * 4 : 0;
 
-  // Shared memory: the ring of every team, scales of tokens, sums, small things. At the end of a piece the sums of a
+  // Shared memory: the ring of every team, scales of tokens, sums, queries of many rows, small things. At the end of a piece the sums of a
   // team's warps go into the stage that is free between two tiles, or into memory of their own if that is too small.
   static constexpr int kStageBytes = K::kBytes + V::kBytes;
   static constexpr int kRingBytes = kTeams * Config::kStages * kStageBytes;

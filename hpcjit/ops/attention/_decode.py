@@ -262,8 +262,8 @@ def decode(
         k_cache: `[num_pages, page_size, num_kv_heads, head_dim]` for layout NHD, `[num_pages, num_kv_heads, page_size,
             head_dim]` for HND, of the dtype of `q` or float8_e4m3fn (which a float8 `q` needs); heads at multiples of 16
             bytes, otherwise any strides but 0. The new tokens are in it already. num_q_heads is 1 to 16 times num_kv_heads; any
-            page_size; multiples of 32 are fast, 16 too where heads are 16-bit and at least 128. Slots that hold no live token
-            may hold anything, NaN too.
+            page_size; multiples of 32 are fast, 16 too where heads are 16-bit and at least 128, and from 17 query rows on
+            of a KV head only those of 64. Slots that hold no live token may hold anything, NaN too.
         v_cache: as `k_cache`, with `value_head_dim`.
         block_table: int32 `[batch, table_width]`, the pages of each request in order; rows at any stride. Entries after the
             last live page, and before a window, are not used.
