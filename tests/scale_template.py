@@ -39,6 +39,7 @@ def scale_template(include: Path = DATA, flags: tuple[str, ...] = (), header: st
 
 
 SCALE = scale_template()
+LOAD = "k = build.load(SCALE, ScaleConfig(), arch=ARCH)\nprint(k.error_text(2))\n"  # for a process of its own
 
 
 @functools.cache

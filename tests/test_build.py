@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -16,9 +15,11 @@ import pytest
 from scale_template import (
     ARCH,
     DATA,
+    LOAD,
     SCALE,
     ScaleConfig,
     Toolkit,
+    load,
     output,
     pip_layout,
     python,
@@ -26,16 +27,10 @@ from scale_template import (
     scale_template,
 )
 
-from hpcjit import build, cache, compiler, folders, launch, progress, toolchain
+from hpcjit import build, cache, folders, launch, toolchain
 from hpcjit.errors import ArgumentTypeError, CacheError, CaptureError, CompileError, LaunchError, ToolchainError
 
 pytestmark = pytest.mark.skipif(real_nvcc() is None, reason="no nvcc on this machine")
-
-LOAD = "k = build.load(SCALE, ScaleConfig(), arch=ARCH)\nprint(k.error_text(2))\n"
-
-
-def load(**config) -> launch.Kernel:
-    return build.load(SCALE, ScaleConfig(**config), arch=ARCH)
 
 
 @pytest.fixture(scope="module")
@@ -130,33 +125,6 @@ def test_manifest_describes_the_binary(built):
     assert facts["binary_bytes"] == built.path.stat().st_size
     assert "nvcc" in facts["command"]
     assert built.path.parent.name == f"threads256-offset0-{facts['key'][:12]}"
-
-
-def test_a_function_that_is_called_does_not_hide_what_the_kernel_spills():
-    log = """ptxas info    : Compiling entry function 'kernel' for 'sm_90a'
-ptxas info    : Function properties for kernel
-    48 bytes stack frame, 64 bytes spill stores, 80 bytes spill loads
-ptxas info    : Used 255 registers, used 16 barriers, 48 bytes cumulative stack size
-ptxas info    : Function properties for report
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-"""
-    expected = {"name": "kernel", "registers": 255, "shared_bytes": 0, "spill_bytes": 144, "stack_bytes": 48}
-    assert compiler.resources(log) == [{**expected, "serialized": False}]
-
-
-def test_products_that_wait_for_each_other_are_noticed():
-    log = """ptxas info    : (C7511) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient register resources for the wgmma pipeline in the function 'second'
-ptxas info    : Compiling entry function 'first' for 'sm_90a'
-ptxas info    : Function properties for first
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 46 registers, used 16 barriers
-ptxas info    : Compiling entry function 'second' for 'sm_90a'
-ptxas info    : Used 48 registers, used 16 barriers
-"""  # noqa: E501
-    assert [(kernel["name"], kernel["serialized"]) for kernel in compiler.resources(log)] == [
-        ("first", False),
-        ("second", True),
-    ]
 
 
 def test_params_must_match_the_header(fresh):
@@ -413,52 +381,6 @@ def test_nothing_is_published_by_a_compiler_that_breaks_off(fresh, toolkit, monk
     assert not cache.entries(root=fresh)
     toolkit.behave("")
     assert load().error_text(2) == "out of memory"
-
-
-# --- what the user sees ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("verbose", "quiet_for", "lines"), [("1", 0.0, 1), ("1", 60.0, 0), ("0", 0.0, 0)])
-def test_one_line_when_a_compile_takes_long(fresh, monkeypatch, capfd, verbose, quiet_for, lines):
-    monkeypatch.setenv("HPCJIT_VERBOSE", verbose)
-    monkeypatch.setattr(progress, "QUIET_FOR_S", quiet_for)
-    load()
-    said = [line for line in capfd.readouterr().err.splitlines() if "hpcjit" in line]
-    assert len(said) == lines
-    if said:
-        assert said == [f"hpcjit: compiling test.scale [threads=256, offset=0] for sm_90a into {fresh} ..."]
-
-
-def test_compiler_output_with_verbose_2(fresh, monkeypatch, capfd):
-    monkeypatch.setenv("HPCJIT_VERBOSE", "2")
-    load()
-    assert "ptxas info" in capfd.readouterr().err
-
-
-def test_terminal_shows_a_live_line(fresh):
-    import pty
-
-    primary, secondary = pty.openpty()
-    process = python(LOAD, stderr=secondary, TERM="xterm", COLUMNS="120")
-    os.close(secondary)
-    seen = b""
-    with contextlib.suppress(OSError):  # the terminal closes with the process
-        while part := os.read(primary, 4096):
-            seen += part
-    process.wait(60)
-    text = seen.decode(errors="replace")
-    assert "compiling test.scale [threads=256, offset=0] for sm_90a ... " in text
-    assert "compiled test.scale [threads=256, offset=0] for sm_90a in " in text
-
-
-def test_debug_builds_are_separate_and_say_so(fresh, monkeypatch):
-    plain = load()
-    monkeypatch.setenv("HPCJIT_DEBUG", "1")
-    build.forget()
-    debug = load()
-    assert debug.path != plain.path
-    assert "-lineinfo" in cache.read_entry(debug.path.parent).manifest["command"]
-    assert "-lineinfo" not in cache.read_entry(plain.path.parent).manifest["command"]
 
 
 def test_missing_runtime_library_is_found_or_named(built, monkeypatch):
