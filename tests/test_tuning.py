@@ -15,7 +15,7 @@ from hpcjit.cli import main
 from hpcjit.jit_op import Plan
 from hpcjit.ops.gemm import _router_plan
 from hpcjit.ops.gemm._router_gemm import router_gemm_op
-from hpcjit.ops.gemm._router_plan import ROUTER_STREAM, RouterStreamConfig
+from hpcjit.ops.gemm._router_stream import ROUTER_STREAM, RouterStreamConfig
 from hpcjit.ops.gemm._router_tile import ROUTER_TILE
 
 META = torch.device("meta")

@@ -12,10 +12,12 @@ from op_tools import same_bits
 from hpcjit import numerics
 from hpcjit.cases import Maker
 from hpcjit.ops.gemm import _router_plan, _router_tile
+from hpcjit.ops.gemm._clusters import CLUSTERS
 from hpcjit.ops.gemm._gemm_bf16x2 import gemm_bf16x2_op
 from hpcjit.ops.gemm._router_gemm import router_gemm_op
-from hpcjit.ops.gemm._router_plan import ROUTER_STREAM, Shape
-from hpcjit.ops.gemm._router_tile import CLUSTERS, ROUTER_TILE, RouterTileConfig, complete
+from hpcjit.ops.gemm._router_plan import Shape
+from hpcjit.ops.gemm._router_stream import ROUTER_STREAM
+from hpcjit.ops.gemm._router_tile import ROUTER_TILE, RouterTileConfig, complete
 
 SHARED = 227 * 1024
 

@@ -11,7 +11,7 @@
 // chains are kept short.
 //
 // Sums over warps go through shared memory, then each block sends its sums to the block of the cluster that owns them
-// (kSplits equal shares); all in a fixed order. Shared memory: float4 partial[kWarps][kVecs], a vector per lane and tile,
+// (kSplits shares, equal but for the last ones); all in a fixed order. Shared memory: float4 partial[kWarps][kVecs], a vector per lane and tile,
 // written by its warp, read after __syncthreads(); float4 shares[kSplits][kShare], written by st.async of the cluster once
 // all its blocks have started (cluster barrier), read when the mbarrier behind it has counted all bytes. What becomes of
 // a result is up to a Sink.
@@ -168,7 +168,8 @@ __device__ __forceinline__ void store(const RouterStreamParams& p, const StreamP
 template <class Config>
 __device__ __forceinline__ uint32_t arrival_barrier() {
   extern __shared__ float4 partial[];
-  return copy::shared_address(partial + StreamShape<Config>::kVecs * (Config::kWarps + 1));
+  return copy::shared_address(partial + StreamShape<Config>::kVecs * Config::kWarps +
+                              StreamShape<Config>::kInbox);
 }
 
 // Says to the cluster that this block's memory may be written from now on.
@@ -177,7 +178,8 @@ __device__ __forceinline__ void open_shares() {
   if (threadIdx.x == 0) {
     mbarrier::init(arrival_barrier<Config>(), 1);
     mbarrier::fence_init();
-    mbarrier::arrive_expecting(arrival_barrier<Config>(), 16 * StreamShape<Config>::kVecs);
+    const int owned = StreamShape<Config>::owned(blockIdx.x % Config::kSplits);
+    mbarrier::arrive_expecting(arrival_barrier<Config>(), 16 * Config::kSplits * owned);
   }
   __syncwarp();
   cluster::arrive_relaxed();
@@ -210,10 +212,11 @@ __device__ __forceinline__ void combine(const RouterStreamParams& p, const Strea
       cluster::store4_async(cluster::map(target, owner), sum_of<Config::kWarps>(partial + vec, kVecs),
                             cluster::map(arrived, owner));
     }
-    if (warp * 32 >= kShare) return;
+    const int owned = Shape::owned(place.rank);
+    if (warp * 32 >= owned) return;
     mbarrier::wait_in_cluster(arrived, 0);
-    for (int first = warp * 32; first < kShare; first += Shape::kThreads) {
-      const int vec = min(first + lane, kShare - 1);
+    for (int first = warp * 32; first < owned; first += Shape::kThreads) {
+      const int vec = min(first + lane, owned - 1);
       store(p, place, place.rank * kShare + vec, vec == first + lane,
             sum_of<Config::kSplits>(shares + vec, kShare), sink);
     }

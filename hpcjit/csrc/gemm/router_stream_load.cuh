@@ -30,9 +30,12 @@ struct StreamShape {
   static constexpr int kRows = 16 * Config::kRowTiles;
   static constexpr int kTokens = 8 * Config::kTokenTiles;
   static constexpr int kVecs = 32 * Config::kRowTiles * Config::kTokenTiles;
-  static constexpr int kShare = kVecs / Config::kSplits;
-  static constexpr int kSmemBytes = 16 * kVecs * (Config::kWarps + (Config::kSplits > 1)) + 16;
-  static_assert(kVecs % Config::kSplits == 0, "equal shares");
+  static constexpr int kShare = (kVecs + Config::kSplits - 1) / Config::kSplits;
+  static constexpr int kInbox = Config::kSplits > 1 ? kShare * Config::kSplits : 0;
+  static constexpr int kSmemBytes = 16 * (kVecs * Config::kWarps + kInbox) + 16;
+
+  // Vectors that a block of the cluster owns; the last ones may have fewer, or none.
+  __device__ __forceinline__ static int owned(int rank) { return max(0, min(kShare, kVecs - rank * kShare)); }
 };
 
 // What a block and a warp work on.
@@ -44,22 +47,22 @@ struct StreamPlace {
 
   __device__ StreamPlace(const RouterStreamParams& p) {
     using Shape = StreamShape<Config>;
-    constexpr uint32_t kUnits = Config::kSplits * Config::kWarps;
     const uint32_t groups = uint32_t((p.num_experts + Shape::kRows - 1) / Shape::kRows);
     rank = int(blockIdx.x % Config::kSplits);
     const uint32_t tile = blockIdx.x / Config::kSplits, token_tile = tile / groups;
     first_row = int64_t(tile - token_tile * groups) * Shape::kRows;
     first_token = int64_t(token_tile) * Shape::kTokens;
     const uint32_t unit = rank * Config::kWarps + threadIdx.x / 32;
-    if constexpr (Config::kOnce) {
-      begin = unit * Config::kDepth;
-      end = begin + Config::kDepth;
-    } else {
-      const uint32_t steps = uint32_t((p.hidden_size + kStepK - 1) / kStepK);
-      const uint32_t each = steps / kUnits, more = steps % kUnits;
-      begin = int64_t(unit) * each + min(unit, more);
-      end = begin + each + (unit < more);
-    }
+    begin = steps_before(p, unit);
+    end = steps_before(p, unit + 1);
+  }
+
+  // Steps of the units before this one.
+  __device__ __forceinline__ static int64_t steps_before(const RouterStreamParams& p, uint32_t unit) {
+    constexpr uint32_t kUnits = Config::kSplits * Config::kWarps;
+    if constexpr (Config::kOnce) return int64_t(unit) * Config::kDepth;
+    const uint32_t steps = uint32_t((p.hidden_size + kStepK - 1) / kStepK);
+    return int64_t(unit) * (steps / kUnits) + min(unit, steps % kUnits);
   }
 };
 

@@ -134,14 +134,13 @@ __device__ __forceinline__ void router_tile(const typename Sink::Params& p, cons
   const RouterTileRing ring{copy::shared_address(smem), copy::shared_address(smem) + Shape::kBarriers};
 
   if constexpr (!Sink::kTriggersLate) pdl::trigger();
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < Config::kStages; ++i) {
-      mbarrier::init(ring.barriers + 16 * i, 1);
-      mbarrier::init(ring.barriers + 16 * i + 8, Config::kGroups * Config::kShare);
-    }
-    mbarrier::init(ring.inbox<Config>(), 1);
+  // A thread for each barrier: one after the other they take longer than anything else here.
+  if (threadIdx.x <= 2 * Config::kStages) {
+    const bool empty = threadIdx.x % 2 == 1;
+    mbarrier::init(ring.barriers + 8 * threadIdx.x, empty ? Config::kGroups * Config::kShare : 1);
     mbarrier::fence_init();
-    if (Config::kSplits > 1) mbarrier::arrive_expecting(ring.inbox<Config>(), Shape::kInboxBytes);
+    if (Config::kSplits > 1 && threadIdx.x == 2 * Config::kStages)
+      mbarrier::arrive_expecting(ring.inbox<Config>(), Shape::kInboxBytes);
   }
   if (threadIdx.x == Shape::kComputing) {
     tma::prefetch_map(&x_map);

@@ -44,9 +44,10 @@ struct RouterTileShape {
   static constexpr int kCopying = 24;
   static constexpr int kMost = (kAtLaunch * kThreads - 128 * kCopying) / kComputing / 8 * 8;
   static constexpr int kRaised = kMost < 240 ? kMost : 240;
-  static constexpr bool kRaises = kSums + 8 * Config::kTerms + 40 > kAtLaunch;
+  static constexpr bool kRaises = kSums + 8 * Config::kTerms * Config::kBatch + 40 > kAtLaunch;
   static_assert(kXBytes % 1024 == 0 && Config::kTokens % Config::kSplits == 0);
-  static_assert(Config::kSlots < Config::kStages && kWarpgroups <= 3);
+  static_assert(Config::kSlots < Config::kStages && kWarpgroups <= 3 &&
+                Config::kStageK % (16 * Config::kBatch) == 0);
   static_assert(!Config::kPresplit || (Config::kStageK == 64 && Config::kTerms == 2 && Config::kSeparateLow));
 };
 

@@ -88,12 +88,27 @@ struct RouterTileSums {
     }
   }
 
+  // Fragments of kBatch steps, made while the products before them run.
+  using Batch = uint32_t[Config::kBatch][Config::kTerms][4];
+
+  __device__ __forceinline__ void multiply_batch(Batch& a, uint64_t x_tile, bool add, bool add_low) {
+#pragma unroll
+    for (int i = 0; i < Config::kBatch; ++i) {
+#pragma unroll
+      for (int j = 0; j < Config::kTerms; ++j) wgmma::hold(a[i][j]);
+    }
+    wgmma::fence();
+#pragma unroll
+    for (int i = 0; i < Config::kBatch; ++i) multiply(a[i], x_tile + i * 2, add || i > 0, add_low || i > 0);
+    wgmma::commit();
+  }
+
   __device__ void accumulate(const RouterTileWork<Config>& work, RouterTileRing ring, int group, int slot,
                              int warp, int lane) {
     using Shape = RouterTileShape<Config>;
-    constexpr int kSteps = Config::kStageK / 16;
+    constexpr int kBatches = Config::kStageK / 16 / Config::kBatch;
     const RouterTileWeights<Config> weights(warp, lane);
-    uint32_t a[2][Config::kTerms][4];
+    Batch a[2];
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums[i] = 0.f;
     if constexpr (kPromotes) {
@@ -104,39 +119,44 @@ struct RouterTileSums {
 #pragma unroll
       for (int i = 0; i < kSums; ++i) low[i] = 0.f;
     }
-    bool add = false;
+    bool add = false, add_low = false;
     int chain = 0;
     uint32_t free = 0;  // barrier of the stage before this one
-    ring.advance<kStages>(slot);
-    for (int i = slot; i < work.count; i += Config::kSlots) {
+    const auto run_stage = [&](Batch& even, Batch& odd) {
       const uint32_t stage = ring.data + ring.stage * Shape::kStageBytes;
       const uint32_t boxes = stage + Shape::kXBytes + group * 64 * 128;
       const uint64_t x_tile = wgmma::descriptor<Config::kStageK * 2>(stage);
       mbarrier::wait(ring.full(), ring.parity);
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        weights.load(boxes, step, a[step % 2]);
+      for (int i = 0; i < kBatches; ++i) {
+        Batch& mine = i % 2 == 0 ? even : odd;
 #pragma unroll
-        for (int j = 0; j < Config::kTerms; ++j) wgmma::hold(a[step % 2][j]);
-        wgmma::fence();
-        multiply(a[step % 2], x_tile + step * 2, add, i + step > slot);
-        wgmma::commit();
-        add = true;
-        wgmma::wait<
-            1>();  // the products before these: their fragments and, at the first step, their stage are free
-        if (step == 0 && i > slot && warp == 0 && lane < Config::kShare) release(work, free, lane);
-      }
-      free = ring.empty();
-      if constexpr (kPromotes) {
-        if (++chain == Config::kPromote / Config::kStageK) {
+        for (int j = 0; j < Config::kBatch; ++j) weights.load(boxes, i * Config::kBatch + j, mine[j]);
+        if (kPromotes && i == 0 && chain == Config::kPromote / Config::kStageK) {
           wgmma::wait<0>();
           wgmma::hold(sums);
           promote();
           chain = 0;
           add = false;
         }
+        multiply_batch(mine, x_tile + i * Config::kBatch * 2, add, add_low);
+        add = add_low = true;
+        wgmma::wait<1>();  // the batch before this one: its fragments and, at the first, its stage are free
+        if (i == 0 && free != 0 && warp == 0 && lane < Config::kShare) release(work, free, lane);
       }
+      if constexpr (kPromotes) ++chain;
+      free = ring.empty();
       ring.advance<kStages>(Config::kSlots);
+    };
+    ring.advance<kStages>(slot);
+#pragma unroll 1
+    for (int i = slot; i < work.count; i += Config::kSlots) {
+      run_stage(a[0], a[1]);
+      if constexpr (kBatches % 2 != 0) {  // the other half of the fragments is next
+        i += Config::kSlots;
+        if (i >= work.count) break;
+        run_stage(a[1], a[0]);
+      }
     }
     wgmma::wait<0>();
     wgmma::hold(sums);

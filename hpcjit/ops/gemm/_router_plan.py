@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import warnings
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,51 +11,17 @@ from typing import Any
 import torch
 
 from hpcjit import folders, tune
-from hpcjit.build import Config, Template
 from hpcjit.jit_op import Plan
 from hpcjit.ops._rows import TYPE_NAMES
-from hpcjit.ops.gemm import _router_tile
+from hpcjit.ops.gemm import _router_stream, _router_tile
+from hpcjit.ops.gemm._clusters import CLUSTERS, MOST_BLOCKS
+from hpcjit.ops.gemm._router_stream import ROUTER_STREAM, STEP_K, RouterStreamConfig
 from hpcjit.ops.gemm._router_tile import RouterTileConfig
 
 TABLE = "router_gemm"  # tuned/router_gemm.json, shapes as `shape_name` spells them
-STEP_K = 32  # of hidden_size, in one step of a warp
 TERMS = {"accurate": 3, "fast": 2}
 FEW_TOKENS = 64  # up to which one pass over few weights beats the kernel for many tokens; over MANY_WEIGHTS up to half
 MANY_WEIGHTS = 1 << 20
-
-
-@dataclass(frozen=True)
-class RouterStreamConfig(Config):
-    x_t: str = "bf16"
-    out_t: str = "fp32"
-    terms: int = 3
-    row_tiles: int = 1  # 16 experts each
-    token_tiles: int = 1  # 8 tokens each
-    warps: int = 8
-    splits: int = 8  # blocks of a cluster, which split hidden_size
-    depth: int = 2  # steps of a warp under way
-    blocks_per_sm: int = 1  # at least: bounds the registers
-    presplit: bool = False
-    aligned: bool = True  # four neighbours of x and of the weights can be read at once
-    exact: bool = True  # hidden_size is whole steps
-    once: bool = False  # every warp has exactly `depth` steps
-    prefetch: bool = True
-    pdl: bool = True
-
-
-ROUTER_STREAM = Template(
-    op="gemm.router_stream",
-    header="gemm/router_stream.cuh",
-    entry="hpcjit::gemm::RouterStream",
-    config=RouterStreamConfig,
-    params=(
-        *("x", "weight", "weight_low", "out", "num_tokens", "num_experts", "hidden_size"),
-        *("x_stride", "weight_stride", "low_stride", "out_stride", "scale"),
-    ),
-)
-
-# What a table may say of the kernel; the rest of its config follows from the call.
-TUNED = ("row_tiles", "token_tiles", "warps", "splits", "depth", "blocks_per_sm", "prefetch")
 
 
 @dataclass(frozen=True)
@@ -94,7 +59,7 @@ _KNOWN: Mapping[str, Mapping[str, Container[Any]]] = {
         "tokens": (16, 32, 64, 96, 128, 160, 192, 256),
         "groups": (1, 2, 3),
         "slots": (1, 2, 3),
-        "splits": tuple(_router_tile.CLUSTERS),
+        "splits": CLUSTERS,
         "share": (1, 2),
         "blocks_per_sm": (1, 2),
     },
@@ -102,11 +67,11 @@ _KNOWN: Mapping[str, Mapping[str, Container[Any]]] = {
         "row_tiles": (1, 2, 4),
         "token_tiles": (1, 2, 4, 8),
         "warps": range(1, 33),
-        "splits": (1, 2, 4, 8, 16),
+        "splits": CLUSTERS,
         "depth": range(1, 9),
     },
 }
-_OPTIONAL: Mapping[str, Container[Any]] = {"blocks_per_sm": (1, 2, 3, 4), "prefetch": (False, True)}
+_OPTIONAL: Mapping[str, Container[Any]] = {"blocks_per_sm": range(1, MOST_BLOCKS + 1), "prefetch": (False, True)}
 
 
 def _makes_sense(values: tune.Values) -> bool:
@@ -203,20 +168,15 @@ def stream_plan(
 ) -> Plan:
     """The plan of the kernel for few tokens. `weights` are the fp32 weights, or their high and low parts in bf16."""
     presplit = len(weights) == 2
-    ruled = stream_rule(shape)
+    terms = 2 if presplit else terms_of(x, mode)
     config = dataclasses.replace(
-        ruled,
-        # Addresses of two matrices leave fewer registers.
-        row_tiles=1 if presplit else ruled.row_tiles,
-        blocks_per_sm=1 if presplit else ruled.blocks_per_sm,
+        stream_rule(shape, terms, presplit),
         x_t=TYPE_NAMES[x.dtype],
         out_t=TYPE_NAMES[out.dtype],
-        terms=2 if presplit else terms_of(x, mode),
-        presplit=presplit,
         aligned=shape.hidden_size % 4 == 0 and all(map(_in_fours, (x, *weights))),
     )
     if tuned and tuned.get("kernel", "stream") == "stream":
-        found: dict[str, Any] = {name: tuned[name] for name in TUNED if name in tuned}
+        found: dict[str, Any] = {name: tuned[name] for name in _router_stream.TUNED if name in tuned}
         config = dataclasses.replace(config, **found)
     steps = -(-shape.hidden_size // STEP_K)
     config = dataclasses.replace(
@@ -227,36 +187,18 @@ def stream_plan(
     return Plan(ROUTER_STREAM, config, _launch_values(x, weights, out, shape))
 
 
-def stream_rule(shape: Shape) -> RouterStreamConfig:
-    """Constants for a shape that was not measured: all weights of a block under way at once, over all multiprocessors."""
-    token_tiles = 1 if shape.num_tokens <= 8 else 2 if shape.num_tokens <= 16 else 4 if shape.num_tokens <= 32 else 8
-    blocks_of_tokens = -(-shape.num_tokens // (8 * token_tiles))
-    # Two tiles of experts share the loads of tokens, where enough blocks are left.
-    row_tiles = 2 if token_tiles == 8 and 8 * -(-shape.num_experts // 32) * blocks_of_tokens > shape.num_sms // 2 else 1
-    tiles = -(-shape.num_experts // (16 * row_tiles)) * blocks_of_tokens
-    steps = -(-shape.hidden_size // STEP_K)
-    splits = 8
-    while splits > 1 and (tiles * splits > 3 * shape.num_sms or steps < 4 * splits):
-        splits //= 2
-    shared = tiles * splits > shape.num_sms  # several blocks on a multiprocessor
-    depth = 1 if token_tiles == 8 else 3 if shared and token_tiles == 1 else 2
-    most = 8 if shared or token_tiles > 2 else 16
-    warps = max(1, min(most, -(-steps // (splits * depth))))
-    together = -(-tiles * splits // shape.num_sms) if token_tiles <= 2 else 1
-    return RouterStreamConfig(
-        row_tiles=row_tiles,
-        token_tiles=token_tiles,
-        warps=warps,
-        splits=splits,
-        depth=depth,
-        blocks_per_sm=min(together, 3),
-    )
+def stream_rule(shape: Shape, terms: int = 3, presplit: bool = False) -> RouterStreamConfig:
+    """Constants for a shape that was not measured."""
+    of_tile = 8 * _router_stream.token_tiles(shape.num_tokens)
+    tokens = of_tile if shape.num_tokens <= of_tile else _router_tile.rounded(shape.num_tokens)
+    return _router_stream.best(terms, tokens, *dataclasses.astuple(shape)[1:], presplit)
 
 
 # --- what to measure -------------------------------------------------------------------------------------------------
 
 MOST_STREAMED = 128  # tokens
-TILES_TRIED = 12  # by the cost model the cheapest
+STREAMS_TRIED = 16  # by its cost model the cheapest
+TILES_TRIED = 12  # likewise
 
 
 def alternatives(
@@ -267,7 +209,7 @@ def alternatives(
         return
     shape = shape_of(x, weight.shape[0])
     if shape.num_tokens <= MOST_STREAMED:
-        for values in _streams(shape):
+        for values in _streams(shape, terms_of(x, mode)):
             yield values, stream_plan(x, (weight,), mode, out, shape, values)
     base = RouterTileConfig(terms=terms_of(x, mode), separate_low=x.dtype == torch.float16)
     sizes = dataclasses.astuple(shape)
@@ -279,22 +221,11 @@ def alternatives(
             yield tuned, plan
 
 
-def _streams(shape: Shape) -> Iterator[dict[str, Any]]:
-    """Around the rule: all splits of K, in few steps of many warps or the other way round."""
-    ruled = stream_rule(shape)
-    steps = -(-shape.hidden_size // STEP_K)
-    for splits, depth in itertools.product((4, 8, 16), (1, 2, 3, 4)):
-        warps = -(-steps // (splits * depth))
-        held = 16 * ruled.row_tiles * depth + 4 * ruled.token_tiles * (depth + ruled.row_tiles)  # registers
-        if 2 <= warps <= 16 and held <= 160 and 32 * warps * (held + 32) <= _router_tile.REGISTERS:
-            yield {
-                "kernel": "stream",
-                "row_tiles": ruled.row_tiles,
-                "token_tiles": ruled.token_tiles,
-                "warps": warps,
-                "splits": splits,
-                "depth": depth,
-            }
+def _streams(shape: Shape, terms: int) -> Iterator[dict[str, Any]]:
+    sizes = dataclasses.astuple(shape)
+    found = _router_stream.candidates(terms, *sizes)
+    for config in sorted(found, key=lambda config: (_router_stream.cost(config, *sizes), repr(config)))[:STREAMS_TRIED]:
+        yield {"kernel": "stream"} | {name: getattr(config, name) for name in _router_stream.TUNED}
 
 
 def _row_stride(x: torch.Tensor) -> int:

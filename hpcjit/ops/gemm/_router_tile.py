@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from hpcjit.build import Config, Template
+from hpcjit.ops.gemm._clusters import CLUSTERS, room
 
 ACCURATE_CHAIN = 64  # of hidden_size, after which sums leave the tensor cores
 FAST_CHAIN = 512
@@ -15,10 +16,6 @@ LONGEST_CHAIN = 700  # that a fast product does without leaving them
 REGISTERS = 65536
 SHARED = 227 * 1024
 COPYING = 24  # registers of a thread that copies
-
-# Clusters of each size that an H200 holds at a time, with one block on a multiprocessor and with two (measured).
-CLUSTERS = {1: (132, 264), 2: (66, 132), 3: (39, 79), 4: (30, 62), 6: (17, 39), 8: (15, 30), 16: (7, 14)}
-H200_SMS = 132
 
 
 @dataclass(frozen=True)
@@ -31,6 +28,7 @@ class RouterTileConfig(Config):
     stage_k: int = 64
     stages: int = 6
     terms: int = 3
+    batch: int = 1  # steps of 16 of hidden_size whose weights are split together
     promote: int = ACCURATE_CHAIN
     splits: int = 1  # of hidden_size, over the blocks of a cluster
     share: int = 1  # blocks that share the weights they copy
@@ -65,8 +63,18 @@ def complete(config: RouterTileConfig, hidden_size: int, accurate: bool) -> Rout
         stages = min(8, _ring_bytes(config) // _stage_bytes(config, stage_k))
         if stages > max(config.slots, 2) and config.tokens * stage_k * 2 % 1024 == 0:
             config = replace(config, stage_k=stage_k, stages=stages)
-            return config if _fits(config) else None
+            return _batched(config) if _fits(config) else None
     return None
+
+
+def _batched(config: RouterTileConfig) -> RouterTileConfig:
+    """As many steps at a time as registers are left for; none are handed over for that."""
+    for batch in (4, 2):
+        batched = replace(config, batch=batch)
+        launch, needed = _registers(batched)
+        if 16 * batch <= config.stage_k and needed <= launch:
+            return batched
+    return config
 
 
 def _stage_bytes(config: RouterTileConfig, stage_k: int) -> int:
@@ -85,7 +93,7 @@ def _registers(config: RouterTileConfig) -> tuple[int, int]:
     """Of a thread at the launch, and what one that computes needs."""
     threads = 128 * (config.groups * config.slots + 1)
     sums = config.tokens // 2 * (1 + (config.promote > 0) + config.separate_low)
-    return REGISTERS // (threads * config.blocks_per_sm) // 8 * 8, sums + 8 * config.terms + 40
+    return REGISTERS // (threads * config.blocks_per_sm) // 8 * 8, sums + 8 * config.terms * config.batch + 40
 
 
 def _fits(config: RouterTileConfig) -> bool:
@@ -108,7 +116,7 @@ def cost(config: RouterTileConfig, num_tokens: int, num_experts: int, hidden_siz
     """Microseconds that a launch should take on an H200. docs/perf/router_gemm.md says where the constants are from."""
     cluster = config.splits * config.share
     tiles = -(-num_tokens // (config.tokens * config.share)) * -(-num_experts // (64 * config.groups))
-    room = max(1, CLUSTERS[cluster][config.blocks_per_sm - 1] * num_sms // H200_SMS)
+    together = room(cluster, config.blocks_per_sm, num_sms)
     beside = config.blocks_per_sm if tiles * cluster > num_sms else 1
     steps = hidden_size / 16 / config.splits
     products = steps * config.terms * config.tokens / 2 * config.groups / 0.86 * beside
@@ -116,7 +124,7 @@ def cost(config: RouterTileConfig, num_tokens: int, num_experts: int, hidden_siz
     copies = hidden_size / config.splits * (2 * config.tokens + 256 * config.groups) / 51 * beside
     loop = (products**4 + fragments**4 + copies**4) ** 0.25
     end = config.tokens * config.groups * (14 if config.splits > 1 else 10) * (1 + 0.2 * (config.slots - 1))
-    return -(-tiles // room) * (loop + end + 3850) / 1755 + 1.5
+    return -(-tiles // together) * (loop + end + 3850) / 1755 + 1.5
 
 
 def candidates(base: RouterTileConfig, hidden_size: int, accurate: bool) -> Iterator[RouterTileConfig]:

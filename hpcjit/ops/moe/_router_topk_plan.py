@@ -17,7 +17,7 @@ from hpcjit import folders, tune
 from hpcjit.build import Config, Template
 from hpcjit.jit_op import Plan
 from hpcjit.ops.gemm import _router_plan, _router_tile
-from hpcjit.ops.gemm._router_plan import RouterStreamConfig
+from hpcjit.ops.gemm._router_stream import ROUTER_STREAM, RouterStreamConfig
 from hpcjit.ops.gemm._router_tile import RouterTileConfig
 from hpcjit.ops.moe._gate import GateConfig
 
@@ -92,7 +92,7 @@ ROUTER_TOPK_STREAM = Template(
     header="moe/router_topk_stream.cuh",
     entry="hpcjit::moe::RouterTopkStream",
     config=RouterTopkStreamConfig,
-    params=(*_router_plan.ROUTER_STREAM.params, *_GATE_PARAMS),
+    params=(*ROUTER_STREAM.params, *_GATE_PARAMS),
 )
 
 ROUTER_TOPK_TILE = Template(
