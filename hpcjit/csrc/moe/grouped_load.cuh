@@ -232,8 +232,9 @@ class RowLoader {
     const bool live = column < p_.depth;  // past the end are zeros, as in the weights
     const uint4* source =
         reinterpret_cast<const uint4*>(static_cast<const weight_t*>(p_.rows) + (live ? column : 0));
-    const uint32_t target = ring_.stage_data() + kWeightBytes + first * kRowBytes + ((piece ^ (first % 8)) << 4);
-    static_assert(kRowsAtOnce % 4 == 0);  // so that rows of a thread differ in one bit of their number's last three
+    const uint32_t target =
+        ring_.stage_data() + kWeightBytes + first * kRowBytes + ((piece ^ (first % 8)) << 4);
+    static_assert(kRowsAtOnce % 4 == 0);  // so that only one bit of the swap differs
 #pragma unroll
     for (int j = 0; j < kRowsOfThread; ++j) {
       const int further = kRowsAtOnce * j;

@@ -84,7 +84,8 @@ struct GroupedShape {
   // Where those that compute need more registers than they were launched with, whole warpgroups give and get.
   static constexpr bool kRaises = kTokens > 64;
   static constexpr int kThreads = kComputing + (kRaises ? (kCopyWarps + 3) / 4 * 128 : kCopyWarps * 32);
-  static constexpr int kCopying = kCopyWarps > 4 ? 80 : kRowWarps == 3 ? 72 : 56, kRaised = kCopyWarps > 4 ? 176 : kRowWarps == 3 ? 216 : 224;
+  static constexpr int kCopying = kCopyWarps > 4 ? 80 : kRowWarps == 3 ? 72 : 56;
+  static constexpr int kRaised = kCopyWarps > 4 ? 176 : kRowWarps == 3 ? 216 : 224;
   static constexpr int kArrivals = 1 + 32 * kRowWarps;         // at a full barrier
   static constexpr int kPerSm = kGateUp ? 1 : Config::kPerSm;  // blocks
   static constexpr int kStageK = kRowBytes / int(sizeof(weight_t));
