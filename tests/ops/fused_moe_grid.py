@@ -52,6 +52,16 @@ def _twice(m: Maker, a: FusedMoeArgs) -> dict[str, torch.Tensor | None]:
     return {}
 
 
+def _borders(m: Maker, a: FusedMoeArgs) -> dict[str, torch.Tensor | None]:
+    """Experts of so many rows each, in no order; the last tokens belong to nobody."""
+    if not a.topk_ids.is_meta:
+        counts = (130, 161, 191, 192, 193, 400)
+        chosen = [e for e, count in enumerate(counts) for _ in range(count)]
+        chosen += [-1] * (a.topk_ids.numel() - len(chosen))
+        a.topk_ids.view(-1)[:] = torch.tensor([chosen[i * 37 % len(chosen)] for i in range(len(chosen))])
+    return {}
+
+
 def _nan_row(m: Maker, a: FusedMoeArgs) -> dict[str, torch.Tensor | None]:
     """NaN in one token, infinity in another: each spoils itself alone."""
     a.x[2, 5] = NAN
@@ -108,7 +118,9 @@ GRID = [
     Mixed(_bf16(1, 4, 128, 64, 2), "one token"),
     Mixed(_bf16(9, 3, 200, 72, 2, on_input=True), "sizes that fill no box, weights on the input"),
     Mixed(_bf16(6, 4, 256, 128, 2, shared=True), "NaN and infinity spread no further", _nan_row),
-    Mixed(_bf16(140, 2, 128, 64, 2), "tiles of 128 rows, the last one with few"),
+    Mixed(_bf16(140, 3, 128, 64, 2), "tiles of 128 rows, the second one with few", _all_to_one),
+    Mixed(_bf16(140, 2, 128, 64, 2), "tiles of up to 192 rows"),
+    Mixed(_bf16(1300, 7, 200, 72, 1), "rows of an expert around 128, 160 and 192", _borders),
     Mixed(_bf16(0, 8, 256, 128, 2), "no tokens"),
     Mixed(Experts(3, 4, 144, 48, 1, on_input=True), "the least sizes of FP8, one expert per token"),
     Mixed(Experts(33, 8, 256, 192, 2), "one expert takes all, in three tiles", _all_to_one),
@@ -124,7 +136,12 @@ GRID = [
     Mixed(Experts(5, 8, 256, 192, 4, "fp8_block", False), "ids of nobody, a dead token of NaN", _dead),
     Mixed(Experts(45, 6, 256, 192, 2, "fp8_block"), "tiles of 32 rows"),
     Mixed(Experts(100, 4, 256, 256, 1, "fp8_block", False), "tiles of 64 rows"),
-    Mixed(Experts(190, 3, 256, 192, 2, "fp8_block"), "tiles of 128 rows: two warpgroups"),
+    Mixed(Experts(190, 4, 256, 192, 2, "fp8_block"), "tiles of 128 rows: two warpgroups", _all_to_one),
+    Mixed(Experts(190, 3, 256, 192, 2, "fp8_block"), "tiles of up to 192 rows"),
+    Mixed(Experts(390, 3, 640, 192, 2, shared=True), "one expert takes all, in three tiles", _all_to_one),
+    Mixed(Experts(1300, 7, 640, 80, 1), "rows of an expert around 128, 160 and 192", _borders),
+    Mixed(Experts(1300, 7, 272, 192, 1, "fp8_channel", False), "likewise, last boxes are partial", _borders),
+    Mixed(Experts(1300, 7, 208, 320, 1, "fp8_block"), "likewise, last groups are short", _borders),
     Mixed(Experts(128, 512, 128, 64, 8), "most tokens, pairs and experts whose plan a block finds by itself"),
     Mixed(Experts(64, 8, 256, 192, 8), "512 pairs, tiles of 128 rows of a plan of the block's own"),
     Mixed(Experts(57, 200, 128, 64, 9), "513 pairs; experts of no whole warp"),
@@ -145,6 +162,7 @@ _PLANS = [
     (33, 512, 8, 64, 0, 0, "most experts, one tile each"),
     (129, 8, 8, 5, 0, 0, "the first size of many threads; tiles of odd size"),
     (513, 200, 8, 128, 0, 0, "the first size that two blocks sort"),
+    (700, 8, 2, 192, 0, 0, "tiles of 192 rows"),
     (900, 16, 8, 3, 8, 40, "experts 8 to 23 of 40 are here; more tiles than threads"),
     (0, 8, 2, 16, 0, 0, "no tokens"),
 ]
@@ -157,6 +175,10 @@ _GROUPED = [
     (90, 5, 136, 400, 32, "fp8_channel", "tiles of 32 rows, last groups of K are short"),
     (150, 3, 328, 208, 64, "fp8_block", "tiles of 64 rows, blocks of weights that are short in both sizes"),
     (300, 2, 256, 384, 128, "fp8_block", "tiles of 128 rows, the last one with few"),
+    (523, 4, 200, 272, 192, "fp8_tensor", "tiles of 192 rows: experts of 0, 130, 260 and 133"),
+    (645, 4, 136, 400, 192, "fp8_channel", "of 0, 161, 322 and 162"),
+    (766, 4, 328, 208, 192, "fp8_block", "of 0, 191, 382 and 193"),
+    (769, 4, 200, 72, 192, "bf16", "of 0, 192, 384 and 193"),
     (0, 2, 64, 128, 16, "bf16", "no rows"),
 ]
 

@@ -201,7 +201,14 @@ class TestKernels:
         a.topk_ids[:rows], a.topk_ids[rows:] = 2, 3
         assert difference(run(a), exact(a)) < 1e-3
 
-    @pytest.mark.parametrize("mean", [2, 9, 16, 40, 72, 100, 144])
+    @pytest.mark.parametrize("rows", [1, 64, 65, 127, 128, 129, 130, 159, 160, 161, 191, 192, 193, 257, 400, 450])
+    @pytest.mark.parametrize("quant", ["bf16", "fp8_tensor", "fp8_channel", "fp8_block"])
+    def test_rows_of_an_expert_with_room_for_192(self, quant: str, rows: int):
+        a = made(Maker("cuda"), 450, 4, 640, 192, 1, quant=quant)
+        a.topk_ids[:], a.topk_ids[:rows], a.topk_ids[rows : rows + 9] = -1, 2, 3
+        assert difference(run(a), exact(a)) < 1e-3
+
+    @pytest.mark.parametrize("mean", [2, 9, 16, 40, 72, 101, 144, 230])
     @pytest.mark.parametrize("quant", ["bf16", "fp8_tensor"])
     def test_uneven_routing(self, mean: int, quant: str):
         m = Maker("cuda")
@@ -211,9 +218,10 @@ class TestKernels:
 
     @every_mode
     def test_bits_repeat(self, quant: str, codes: bool):
-        a = made(Maker("cuda"), 70, 8, 512, 192, 4, quant=quant, codes=codes)
-        first = run(a)
-        assert all(same_bits(run(a, out=torch.empty_like(a.out)), first) for _ in range(100))
+        for tokens in (70, 300):
+            a = made(Maker("cuda"), tokens, 8, 512, 192, 4, quant=quant, codes=codes)
+            first = run(a)
+            assert all(same_bits(run(a, out=torch.empty_like(a.out)), first) for _ in range(100))
 
     @every_mode
     def test_scratch_holds_anything(self, quant: str, codes: bool):
@@ -261,7 +269,7 @@ class TestPlan:
     def test_tiles_fit(self):
         """However pairs are spread, their tiles are no more than there is room for."""
         m = Maker("cpu")
-        for rows in (16, 32, 64, 128):
+        for rows in (16, 32, 64, 128, 192):
             for experts in (1, 3, 64):
                 for pairs in (1, 5, 16, 1000):
                     counts = torch.bincount(m.integers(0, experts, pairs, dtype=torch.int64), minlength=experts)
@@ -269,8 +277,15 @@ class TestPlan:
         assert _fused_moe_plan.max_tiles(10, 100, 16) == 10
 
     def test_tile_rows(self):
-        sizes = [_fused_moe_plan.tile_rows(pairs, 8) for pairs in (1, 64, 65, 160, 161, 384, 385, 10**6)]
-        assert sizes == [16, 16, 32, 32, 64, 64, 128, 128]
+        sizes = [_fused_moe_plan.tile_rows(pairs, 8) for pairs in (1, 64, 65, 160, 161, 384, 385, 800, 801, 10**6)]
+        assert sizes == [16, 16, 32, 32, 64, 64, 128, 128, 192, 192]
+
+    @pytest.mark.parametrize(("tokens", "rows"), [(128, 128), (129, 192)])
+    def test_no_more_rows_than_tokens_of_a_plan_of_the_block(self, tokens: int, rows: int):
+        """The mean is 128 and more, but an expert has each token once."""
+        plan = _fused_moe_plan.chain_plan(OP, made(Maker("meta"), tokens, 8, 128, 64, 8))
+        assert (plan.config.tokens, plan.config.own_experts > 0) == (rows, tokens == 128)
+        assert plan.values["most_tiles"] == _fused_moe_plan.max_tiles(tokens * 8, 8, rows)
 
     @pytest.mark.parametrize(
         ("tokens", "experts", "top_k", "own"),
@@ -297,16 +312,22 @@ class TestPlan:
         assert plan.values["at_rows"] + 300 * 4 * 512 * 2 <= plan.workspace_bytes
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(("tokens", "top_k"), [(4, 1), (100, 1), (128, 3), (128, 8), (300, 1), (900, 1)])
+    @pytest.mark.parametrize(("tokens", "top_k"), [(4, 1), (100, 1), (128, 3), (128, 8), (300, 1), (600, 1), (900, 1)])
     @every_mode
     def test_compiles_without_spills(self, quant: str, codes: bool, tokens: int, top_k: int):
         """Every size of tile, with a plan of the block's own and from a launch."""
         compiled(made(Maker("meta"), tokens, 8, 512, 192, top_k, quant=quant, codes=codes, shared=True))
 
     @pytest.mark.slow
+    @pytest.mark.parametrize("tokens", [4, 900])
     @every_mode
-    def test_weights_on_the_input_compile_without_spills(self, quant: str, codes: bool):
-        compiled(made(Maker("meta"), 4, 8, 512, 192, 1, quant=quant, codes=codes, on_input=True))
+    def test_weights_on_the_input_compile_without_spills(self, quant: str, codes: bool, tokens: int):
+        compiled(made(Maker("meta"), tokens, 8, 512, 192, 1, quant=quant, codes=codes, on_input=True))
+
+    @pytest.mark.slow
+    @every_mode
+    def test_gelu_compiles_without_spills(self, quant: str, codes: bool):
+        compiled(made(Maker("meta"), 900, 8, 512, 192, 1, quant=quant, codes=codes, activation="gelu"))
 
 
 def compiled(a: FusedMoeArgs) -> None:

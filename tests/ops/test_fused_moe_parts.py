@@ -8,13 +8,15 @@ import pytest
 import torch
 from op_tools import rejects, same_bits
 
+from hpcjit import build
 from hpcjit.cases import Maker
 from hpcjit.cases.moe_experts import grouped_args
 from hpcjit.errors import ArgumentTypeError
 from hpcjit.ops.moe import grouped_gemm, moe_plan
-from hpcjit.ops.moe._grouped_gemm import GroupedGemmArgs
+from hpcjit.ops.moe._grouped_gemm import GroupedGemmArgs, grouped_gemm_op
 
 PLAN, GEMM = "moe.moe_plan", "moe.grouped_gemm"
+every_quant = pytest.mark.parametrize("quant", ["bf16", "fp8_tensor", "fp8_channel", "fp8_block"])
 
 
 def how(m: Maker) -> dict[str, Any]:
@@ -88,12 +90,12 @@ class TestPlan:
 
 
 class TestGroupedGemm:
-    @pytest.mark.parametrize("tile_rows", [16, 32, 64, 128])
-    @pytest.mark.parametrize("quant", ["bf16", "fp8_tensor", "fp8_channel", "fp8_block"])
-    def test_of_a_plan(self, m: Maker, quant: str, tile_rows: int):
+    @pytest.mark.parametrize(("tile_rows", "tokens"), [(16, 200), (32, 200), (64, 200), (128, 200), (192, 800)])
+    @every_quant
+    def test_of_a_plan(self, m: Maker, quant: str, tile_rows: int, tokens: int):
         """Rows sorted by a plan: each is multiplied with its expert's weights, and no other row is written."""
-        a = GroupedGemmArgs(*grouped_args(m, 220, 4, 136, 256, tile_rows, quant))
-        ids = m.integers(-1, 4, 200, 1)
+        a = GroupedGemmArgs(*grouped_args(m, tokens + 20, 4, 136, 256, tile_rows, quant))
+        ids = m.integers(-1, 4, tokens, 1)
         sorted_pairs, _, tiles, num_tiles = moe_plan(ids, 4, tile_rows, **how(m))
         found = multiply(m, a, tiles=tiles, num_tiles=num_tiles)
         live = int((ids >= 0).sum())
@@ -108,6 +110,15 @@ class TestGroupedGemm:
         if m.device.type == "cuda":
             assert same_bits(found[:live], again[:live])
         torch.testing.assert_close(found[:live].double(), again[:live].double(), rtol=0.01, atol=0.01)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("tile_rows", [128, 192])
+    @every_quant
+    def test_compiles_without_spills(self, quant: str, tile_rows: int):
+        plan = grouped_gemm_op.plan(*grouped_args(Maker("meta"), 600, 4, 136, 256, tile_rows, quant))
+        manifest = build.compile_only(plan.template, plan.config, "sm_90a").manifest
+        assert manifest["spill_bytes"] == 0
+        assert not any(kernel["serialized"] for kernel in manifest["kernels"])
 
     def test_nan_stays_in_its_row(self, m: Maker):
         a = GroupedGemmArgs(*grouped_args(m, 40, 4, 64, 128, 16, "bf16"))

@@ -232,12 +232,14 @@ class RowLoader {
     const bool live = column < p_.depth;  // past the end are zeros, as in the weights
     const uint4* source =
         reinterpret_cast<const uint4*>(static_cast<const weight_t*>(p_.rows) + (live ? column : 0));
-    const uint32_t target = ring_.stage_data() + kWeightBytes;
+    const uint32_t target =
+        ring_.stage_data() + kWeightBytes + first * kRowBytes + ((piece ^ (first % 8)) << 4);
+    static_assert(kRowsAtOnce % 4 == 0);  // so that only one bit of the swap differs
 #pragma unroll
     for (int j = 0; j < kRowsOfThread; ++j) {
-      const int r = first + kRowsAtOnce * j;
-      if (r < item.rows)
-        copy::async_16(target + r * kRowBytes + ((piece ^ (r % 8)) << 4), source + row_[j], live);
+      const int further = kRowsAtOnce * j;
+      if (first + further < item.rows)
+        copy::async_16((target ^ (further % 8 << 4)) + further * kRowBytes, source + row_[j], live);
     }
   }
 

@@ -75,13 +75,17 @@ struct GroupedShape {
   static constexpr int kTokens = Config::kTokens;
   static constexpr int kRowBox = kTokens < 32 ? kTokens : 32;
   // Warps that copy what does not come by TMA: gathered rows, scales. Each of their threads arrives at each stage, which
-  // takes time, so they are few.
-  static constexpr int kRowWarps = !kGateUp ? int(kScaled) : kTokens < 32 ? 1 : kTokens / 32;
+  // takes time, so they are few; with most rows, one warpgroup with the one for boxes, which leaves registers for the sums.
+  static constexpr int kRowWarps = !kGateUp         ? int(kScaled)
+                                   : kTokens < 32   ? 1
+                                   : kTokens <= 128 ? kTokens / 32
+                                                    : 3;
   static constexpr int kComputing = 256, kCopyWarps = 1 + kRowWarps;
   // Where those that compute need more registers than they were launched with, whole warpgroups give and get.
   static constexpr bool kRaises = kTokens > 64;
   static constexpr int kThreads = kComputing + (kRaises ? (kCopyWarps + 3) / 4 * 128 : kCopyWarps * 32);
-  static constexpr int kCopying = kCopyWarps > 4 ? 80 : 56, kRaised = kCopyWarps > 4 ? 176 : 224;
+  static constexpr int kCopying = kCopyWarps > 4 ? 80 : kRowWarps == 3 ? 72 : 56;
+  static constexpr int kRaised = kCopyWarps > 4 ? 176 : kRowWarps == 3 ? 216 : 224;
   static constexpr int kArrivals = 1 + 32 * kRowWarps;         // at a full barrier
   static constexpr int kPerSm = kGateUp ? 1 : Config::kPerSm;  // blocks
   static constexpr int kStageK = kRowBytes / int(sizeof(weight_t));
@@ -112,7 +116,7 @@ struct GroupedShape {
   static constexpr int kSmem = kOwnAt + Own::kBytes + 1024;
   static_assert(!kRaises || kCopying * (kThreads - kComputing) + kRaised * kComputing <=
                                 65536 / kThreads / 8 * 8 * kThreads);
-  static_assert(kStages >= 3 && kTokens <= 128 && kTokens % 16 == 0);
+  static_assert(kStages >= 3 && kTokens <= 192 && kTokens % 16 == 0);
 };
 
 // Where a thread is in the ring; barriers of a stage (full, empty) follow each other. `base` is the start of shared memory.

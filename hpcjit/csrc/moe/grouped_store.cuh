@@ -280,8 +280,11 @@ class HiddenStore {
     if (feature >= p_.features) return;
     weight_t* out = static_cast<weight_t*>(p_.out) + int64_t(item_.first) * p_.out_stride + feature;
     if constexpr (kCodes) {
-      const int token = first_token(first);  // of a line that there is, if it is below item_.rows
-      if (token < item_.rows) write_two(out, token, staged(first, 2 * piece), staged(first, 2 * piece + 1));
+#pragma unroll
+      for (int line = first; line < first + kColumns / 2; line += kLines) {
+        const int token = first_token(line);  // of a line that there is, if it is below item_.rows
+        if (token < item_.rows) write_two(out, token, staged(line, 2 * piece), staged(line, 2 * piece + 1));
+      }
     } else {
 #pragma unroll
       for (int line = first; line < first + kColumns; line += kLines)

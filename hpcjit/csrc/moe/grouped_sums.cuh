@@ -15,7 +15,11 @@ namespace hpcjit::moe {
 // Calls f with the number of columns, as a type, that a tile of so many rows is multiplied with.
 template <int kTokens, class F>
 __device__ __forceinline__ void with_columns(int rows, F f) {
-  if constexpr (kTokens == 128) {
+  if constexpr (kTokens == 192) {
+    if (rows <= 64) return f(std::integral_constant<int, 64>());
+    if (rows <= 128) return f(std::integral_constant<int, 128>());
+    if (rows <= 160) return f(std::integral_constant<int, 160>());
+  } else if constexpr (kTokens == 128) {
     if (rows <= 32) return f(std::integral_constant<int, 32>());
     if (rows <= 64) return f(std::integral_constant<int, 64>());
     if (rows <= 96) return f(std::integral_constant<int, 96>());

@@ -15,7 +15,8 @@ from hpcjit.ops.moe._pair_sort import Sorters, sorters
 _DOWN_FEATURES = 128  # of an item
 
 # The most rows of an expert, were all even, for which tiles have room for so many rows: most experts then have one.
-_MEAN_ROWS = {16: 8, 32: 20, 64: 48}
+_MEAN_ROWS = {16: 8, 32: 20, 64: 48, 128: 100}
+_MOST_ROWS = 192
 
 # Of calls whose blocks of gate-up find the plan by themselves. Tokens are bits of a mask for each expert.
 _OWN_EXPERTS, _OWN_PAIRS, _OWN_TOKENS = (32, 128, 256, 512), (512, 1024), 128
@@ -68,7 +69,7 @@ def tile_rows(num_pairs: int, num_experts: int) -> int:
     Experts with more rows have several tiles, whose weights then come from L2. Room for more rows costs stages of the ring.
     """
     mean = num_pairs / num_experts
-    return next((rows for rows, most in _MEAN_ROWS.items() if mean <= most), 128)
+    return next((rows for rows, most in _MEAN_ROWS.items() if mean <= most), _MOST_ROWS)
 
 
 def _own_plan(a: FusedMoeArgs) -> tuple[int, int]:
@@ -89,7 +90,7 @@ def _config(op: str, a: FusedMoeArgs, by: Sorters) -> FusedMoeConfig:
     rows = tile_rows(num_pairs, a.num_experts)
     own_experts, own_pairs = _own_plan(a)
     if own_experts:
-        by = _NO_SORTERS
+        by, rows = _NO_SORTERS, min(rows, _OWN_TOKENS)  # an expert has a row of a token at most once
     return FusedMoeConfig(
         weight_t="bf16" if a.quant == "bf16" else "e4m3",
         quant=QUANT.index(a.quant),

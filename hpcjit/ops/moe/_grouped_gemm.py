@@ -18,7 +18,7 @@ from hpcjit.ops.moe import _fused_moe_args, _fused_moe_reference
 from hpcjit.ops.moe._fused_moe_args import BLOCK, MAX_EXPERTS, MAX_PAIRS, MAX_SIZE, QUANT, ceil_div
 from hpcjit.ops.moe._fused_moe_space import down_per_sm, row_stride
 
-TILE_ROWS = (16, 32, 64, 128)
+TILE_ROWS = (16, 32, 64, 128, 192)
 _FEATURES = 128  # of an item
 _FP32 = (torch.float32,)
 
@@ -198,7 +198,7 @@ def grouped_gemm(
         tiles: int32 `[any, 4]`: expert, first row, number of rows, 0, as `moe_plan` makes them. Experts and rows are not
             checked: one that does not exist is read all the same. Of a tile with more rows than tile_rows only so many count.
         num_tiles: int32 `[1]`, how many of them count, at most all; read on the device.
-        tile_rows: 16, 32, 64 or 128, the most rows of a tile.
+        tile_rows: 16, 32, 64, 128 or 192, the most rows of a tile.
         x_scale, weight_scale: float32, of FP8; a value is its code times its scale.
 
             - "fp8_tensor": `[1]` or `[num_rows, 1]`, and `[num_experts]`

@@ -7,7 +7,7 @@
 
 namespace hpcjit::wgmma {
 
-// d = a * b, or d += a * b where `add`. kColumns: 8, 16, 32, 64, 96 or 128.
+// d = a * b, or d += a * b where `add`. kColumns: 8, 16, 32, 64, 96, 128, 160 or 192.
 template <class T, int kColumns>
 struct SharedProduct;
 
@@ -34,5 +34,7 @@ HPCJIT_SHARED_PRODUCTS(32, 16, 16, 17, 18)
 HPCJIT_SHARED_PRODUCTS(64, 32, 32, 33, 34)
 HPCJIT_SHARED_PRODUCTS(96, 48, 48, 49, 50)
 HPCJIT_SHARED_PRODUCTS(128, 64, 64, 65, 66)
+HPCJIT_SHARED_PRODUCTS(160, 80, 80, 81, 82)
+HPCJIT_SHARED_PRODUCTS(192, 96, 96, 97, 98)
 
 }  // namespace hpcjit::wgmma
