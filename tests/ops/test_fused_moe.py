@@ -277,8 +277,10 @@ class TestPlan:
         assert _fused_moe_plan.max_tiles(10, 100, 16) == 10
 
     def test_tile_rows(self):
-        sizes = [_fused_moe_plan.tile_rows(pairs, 8) for pairs in (1, 64, 65, 160, 161, 384, 385, 800, 801, 10**6)]
-        assert sizes == [16, 16, 32, 32, 64, 64, 128, 128, 192, 192]
+        pairs = (1, 64, 65, 160, 161, 384, 385, 800, 801, 1760, 1761, 2400, 2401, 10**6)
+        sizes = {quant: [_fused_moe_plan.tile_rows(n, 8, quant) for n in pairs] for quant in ("bf16", "fp8_tensor")}
+        assert sizes["bf16"] == [16, 16, 32, 32, 64, 64, 128, 128, *[192] * 6]
+        assert sizes["fp8_tensor"] == [*sizes["bf16"][:10], 128, 128, 192, 192]
 
     @pytest.mark.parametrize(("tokens", "rows"), [(128, 128), (129, 192)])
     def test_no_more_rows_than_tokens_of_a_plan_of_the_block(self, tokens: int, rows: int):

@@ -17,6 +17,8 @@ _DOWN_FEATURES = 128  # of an item
 # The most rows of an expert, were all even, for which tiles have room for so many rows: most experts then have one.
 _MEAN_ROWS = {16: 8, 32: 20, 64: 48, 128: 100}
 _MOST_ROWS = 192
+# Means of which two tiles of 128 rows were faster than one of 192 and a second one, where sums share a scale along K.
+_TWICE_128 = (220, 300)
 
 # Of calls whose blocks of gate-up find the plan by themselves. Tokens are bits of a mask for each expert.
 _OWN_EXPERTS, _OWN_PAIRS, _OWN_TOKENS = (32, 128, 256, 512), (512, 1024), 128
@@ -63,12 +65,14 @@ FUSED_MOE = Template(
 )
 
 
-def tile_rows(num_pairs: int, num_experts: int) -> int:
+def tile_rows(num_pairs: int, num_experts: int, quant: str) -> int:
     """The most rows of a tile; how many of them are multiplied follows from each tile's own count, on the device.
 
     Experts with more rows have several tiles, whose weights then come from L2. Room for more rows costs stages of the ring.
     """
     mean = num_pairs / num_experts
+    if quant in ("fp8_tensor", "fp8_channel") and _TWICE_128[0] < mean <= _TWICE_128[1]:
+        return 128
     return next((rows for rows, most in _MEAN_ROWS.items() if mean <= most), _MOST_ROWS)
 
 
@@ -87,7 +91,7 @@ def _own_plan(a: FusedMoeArgs) -> tuple[int, int]:
 
 def _config(op: str, a: FusedMoeArgs, by: Sorters) -> FusedMoeConfig:
     num_pairs = a.topk_ids.numel()
-    rows = tile_rows(num_pairs, a.num_experts)
+    rows = tile_rows(num_pairs, a.num_experts, a.quant)
     own_experts, own_pairs = _own_plan(a)
     if own_experts:
         by, rows = _NO_SORTERS, min(rows, _OWN_TOKENS)  # an expert has a row of a token at most once
