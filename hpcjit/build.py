@@ -78,6 +78,7 @@ class Template:
     cutlass: bool = False
     include: tuple[Path, ...] = ()  # folders searched before the package's own, for kernels outside of it
     flags: tuple[str, ...] = ()
+    threads: int = 1  # that optimise its kernels side by side, where the code stays the same: no part of the key
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9_]+\.[a-z0-9_]+", self.op):
@@ -222,7 +223,8 @@ def _request(template: Template, config: Config, arch: str) -> _Request:
         missing = problem
     key = hashlib.sha256(f"{source_key} {tools.identity}".encode()).hexdigest() if tools else None
     searched = (*include, library) if library else include
-    job = compiler.Job(template.title(config, arch), f"k{(key or source_key)[:12]}", text, arch, flags, searched)
+    name = f"k{(key or source_key)[:12]}"
+    job = compiler.Job(template.title(config, arch), name, text, arch, flags, searched, template.threads)
     return _Request(
         template, config, cache.Wanted(template.op, arch, _slug(config), source_key, key), job, tools, missing
     )

@@ -59,6 +59,7 @@ _EXPORTS = "{ global: hpcjit_launch; hpcjit_prepare; hpcjit_error; local: *; };\
 _EMPTY_ARCHIVE = b"!<arch>\n"
 _TORCH_LIBRARIES = ("c10", "c10_cuda", "torch", "torch_cpu", "torch_cuda", "torch_python")
 LOG = "build.log"
+_SPLITS_COMPILES = (12, 4)  # the first nvcc that is asked to
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Job:
     arch: str
     flags: tuple[str, ...]
     include: tuple[Path, ...]
+    threads: int = 1  # that optimise its kernels side by side
 
 
 @dataclass(frozen=True)
@@ -123,18 +125,24 @@ def _name_for_ninja(folder: Path) -> Iterator[str]:
         os.close(handle)
 
 
+def _flags(job: Job, tools: Toolchain) -> list[str]:
+    flags = [*job.flags, toolchain.gencode(job.arch)]
+    if job.threads > 1 and tools.nvcc.release >= _SPLITS_COMPILES:
+        flags.append(f"--split-compile={job.threads}")
+    if not os.environ.get("CC"):
+        flags.append(f"-ccbin={shlex.quote(tools.host.path)}")
+    return flags
+
+
 def _load_inline(job: Job, tools: Toolchain, folder: str) -> None:
     from torch.utils.cpp_extension import load_inline
 
-    flags = [*job.flags, toolchain.gencode(job.arch)]
-    if not os.environ.get("CC"):
-        flags.append(f"-ccbin={shlex.quote(tools.host.path)}")
     load_inline(
         name=job.name,
         cpp_sources="",
         cuda_sources=job.source,
         extra_cflags=["-std=c++17"],
-        extra_cuda_cflags=flags,
+        extra_cuda_cflags=_flags(job, tools),
         extra_ldflags=list(LINK_FLAGS),
         extra_include_paths=[
             str(path).replace("$", "$$") for path in job.include

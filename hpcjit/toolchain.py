@@ -46,7 +46,13 @@ class Nvcc:
 
     @property
     def cuda_major(self) -> int:
-        return int(self.version.split(".")[0])
+        return self.release[0]
+
+    @property
+    def release(self) -> tuple[int, int]:
+        major, _, rest = self.version.partition(".")
+        minor = re.match(r"\d+", rest)
+        return int(major), int(minor.group()) if minor else 0
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ FUSED_MOE = Template(
         *("at_counts", "at_sorted", "at_position", "at_tiles"),
         *("at_x", "at_x_scale", "at_hidden", "at_hidden_scale", "at_rows"),
     ),
+    threads=4,
 )
 
 
