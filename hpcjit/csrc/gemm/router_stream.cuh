@@ -11,10 +11,10 @@
 // chains are kept short.
 //
 // Sums over warps go through shared memory, then each block sends its sums to the block of the cluster that owns them
-// (kSplits shares, equal but for the last ones); all in a fixed order. Shared memory: float4 partial[kWarps][kVecs], a vector per lane and tile,
-// written by its warp, read after __syncthreads(); float4 shares[kSplits][kShare], written by st.async of the cluster once
-// all its blocks have started (cluster barrier), read when the mbarrier behind it has counted all bytes. What becomes of
-// a result is up to a Sink.
+// (kSplits shares, equal but for the last ones); all in a fixed order. Shared memory: float4 partial[kWarps][kVecs], a
+// vector per lane and tile, written by its warp, read after __syncthreads(); float4 shares[kSplits][kShare], written by
+// st.async of the cluster once all its blocks have started (cluster barrier), read when the mbarrier behind it has counted
+// all bytes. What becomes of a result is up to a Sink.
 //
 // Before pdl::wait() weights are only prefetched: a predecessor may be writing them.
 #pragma once

@@ -134,7 +134,7 @@ __device__ __forceinline__ void router_tile(const typename Sink::Params& p, cons
   const RouterTileRing ring{copy::shared_address(smem), copy::shared_address(smem) + Shape::kBarriers};
 
   if constexpr (!Sink::kTriggersLate) pdl::trigger();
-  // A thread for each barrier: one after the other they take longer than anything else here.
+  // Barriers of the ring in turn full and empty, then that of the inbox: a thread for each.
   if (threadIdx.x <= 2 * Config::kStages) {
     const bool empty = threadIdx.x % 2 == 1;
     mbarrier::init(ring.barriers + 8 * threadIdx.x, empty ? Config::kGroups * Config::kShare : 1);

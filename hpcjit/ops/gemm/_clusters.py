@@ -1,10 +1,13 @@
-"""How many clusters an H200 holds at a time. Blocks of a cluster share a GPC, so large ones leave multiprocessors empty."""
+"""What a Hopper GPU has room for: of a multiprocessor, and of clusters, whose blocks share a GPC and leave others empty."""
 
 from __future__ import annotations
 
+REGISTERS = 65536  # of a multiprocessor
+SHARED = 227 * 1024  # bytes, of a block
 H200_SMS = 132
 
-# By the blocks of a cluster, for 1 to 6 blocks that fit a multiprocessor (cudaOccupancyMaxActiveClusters).
+# Clusters at a time on an H200, by their blocks, for 1 to 6 blocks that fit a multiprocessor
+# (cudaOccupancyMaxActiveClusters).
 CLUSTERS: dict[int, tuple[int, ...]] = {
     1: (132, 264, 396, 528, 660, 792),
     2: (66, 132, 198, 264, 330, 396),

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import cache
 
 from hpcjit.build import Config, Template
-from hpcjit.ops.gemm._clusters import CLUSTERS, MOST_BLOCKS, room
+from hpcjit.ops.gemm._clusters import CLUSTERS, MOST_BLOCKS, REGISTERS, SHARED, room
 
 STEP_K = 32  # of hidden_size, in one step of a warp
-REGISTERS = 65536
-SHARED = 227 * 1024
-PREFETCHED = 7_000_000  # bytes of weights; more of them, asked for while the predecessor runs, cost more than they gain
+PREFETCHED = (
+    10_000_000  # bytes of weights; more of them, asked for while the predecessor runs, cost more than they gain
+)
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from hpcjit.build import Config, Template
-from hpcjit.ops.gemm._clusters import CLUSTERS, room
+from hpcjit.ops.gemm._clusters import CLUSTERS, REGISTERS, SHARED, room
 
 ACCURATE_CHAIN = 64  # of hidden_size, after which sums leave the tensor cores
 FAST_CHAIN = 512
 LONGEST_CHAIN = 700  # that a fast product does without leaving them
-REGISTERS = 65536
-SHARED = 227 * 1024
 COPYING = 24  # registers of a thread that copies
 
 
