@@ -101,6 +101,7 @@ __global__ void __launch_bounds__(Config::kWarps * 32, Config::kBlocksPerSm)
   while (walk.piece(p, piece)) {
     const Request r = walk.request;
     open<Config>(p, state, smem, r, piece.head, first_row);
+    if (threadIdx.x == 0) small.share = share_of<Config>(p, small, piece);
     if constexpr (Config::kSchedule == kInvariant) tile = team;
 #pragma unroll 1
     for (; tile < piece.end - piece.begin; tile += S::kTeams) {

@@ -1,69 +1,53 @@
 // From the warps' sums to the output: across the teams of a block, then across the blocks that share a pair.
 //
-// A block that has only part of a pair writes its share (maximum, sum and undivided O of each query row) to a slot
-// and raises a counter per row; the last to arrive joins the shares in the order of the tokens, so the result does
-// not depend on who came last. More than kFan shares are joined in two levels: kFan neighbours first, then their
-// results. Nobody waits for anybody. A counter wraps to 0 with its last arrival, so the workspace is ready for the
-// next launch. In every join a warp looks after whole rows: no barrier is needed between blocks and levels.
+// A block that has only part of a pair passes its share (maximum, sum and undivided O of each query row) on in a slot
+// whose words are zero until they are written (ptx/global.cuh). The first of each kFan neighbouring shares stays with its
+// block, which waits for the others, adds them in the order of the tokens and passes the result on in its own slot; the
+// first of all does the same with those. So there is neither fence nor counter, and the bits do not depend on who came
+// when. In every join a warp looks after whole rows: no barrier is needed between blocks and levels.
+//
+// That the waiting ends: the later a block is started, the earlier on the axis of the schedule its work lies
+// (own_worker), so it waits only for blocks that were started before it; the GPU starts those of a grid in the order of
+// their numbers, which scans with look-back rely on as well. And the work that it waits with is its last.
 #pragma once
 #include "attention/decode_tile.cuh"
+#include "hpcjit/ptx/global.cuh"
 
 namespace hpcjit::attention {
 
-constexpr int kFan = 16;
+constexpr int kFan = 12;
 
-// Which part of its pair a piece is, and the slots of the pair's shares: split 0 in `first`, split s > 0 in
-// base + s * step. Split s has counters for the group that it leads; `root` is where the pair's own are.
-struct Share {
-  int split;
-  int splits;
-  int first;
-  int base;
-  int step;
-  int root;
-
-  __device__ __forceinline__ int slot(int split) const { return split == 0 ? first : base + split * step; }
-};
-
-// The workspace: O of slots, then maximum and sum of slots, then those of groups; a group's O takes the place of its
-// leader's. Counters of slots, then of pairs. All of them per query row.
+// Slot `slot`, query row n: O, then maximum and sum. Two words more keep what follows aligned; they stay zero.
 template <class Config>
-struct Workspace {
+__device__ __forceinline__ float* share_at(const DecodeParams& p, int64_t slot, int n) {
   using S = Shape<Config>;
-  float* o;
-  float2* stats;
-  float2* group_stats;
-  unsigned* counters;
-  unsigned* roots;
+  return p.counters + (slot * S::kRows + n) * (S::kDimV + 4);
+}
 
-  __device__ __forceinline__ explicit Workspace(const DecodeParams& p) {
-    o = p.workspace;
-    stats = reinterpret_cast<float2*>(o + p.slots * (S::kRows * S::kDimV));
-    group_stats = stats + p.slots * S::kRows;
-    counters = p.counters;
-    roots = counters + p.slots * S::kRows;
-  }
-};
-
+// Under the dynamic schedule each worker has one slot: at most one of its pieces is a part of a pair that another begins.
 template <class Config>
 __device__ __forceinline__ Share share_of(const DecodeParams& p, const Small<Config>& small,
                                           const Piece& piece) {
   const int pair = piece.request * int(p.num_kv_heads) + piece.head;
   if constexpr (Config::kSchedule == kStatic) {
     const int share = max(1, (piece.count + int(p.splits) - 1) / int(p.splits));
-    const int base = pair * int(p.splits);
-    return {piece.begin / share, max(1, (piece.count + share - 1) / share), base, base, 1, pair};
+    return {piece.begin / share, max(1, (piece.count + share - 1) / share), pair * int(p.splits), false};
   } else if constexpr (Config::kSchedule == kInvariant) {
     const int share = int(p.splits);
-    const int base = pair * int(p.max_pieces);
-    return {piece.begin / share, max(1, (piece.count + share - 1) / share), base, base, 1, pair};
+    const auto in_pair = [&](const auto& cut) {
+      return cut.request == piece.request && cut.head == piece.head;
+    };
+    const bool first = !in_pair(small.cuts[0]) || small.cuts[0].tile == 0;
+    const bool last = piece.end == piece.count || (in_pair(small.cuts[1]) && piece.end == small.cuts[1].tile);
+    return {piece.begin / share, max(1, (piece.count + share - 1) / share), pair * int(p.max_pieces),
+            first && last};
   } else {
-    if (piece.begin == 0 && piece.end == piece.count) return {0, 1, 0, 0, 0, 0};
+    if (piece.begin == 0 && piece.end == piece.count) return {0, 1, 0, false};
     // Only a pair that is cut can be in parts, so its start is that of a cut.
     const auto start = small.cuts[piece.begin > 0 ? 0 : 1].start;
     const int first = sched::worker_of(small.axis, start, 0, piece.count);
     const int last = sched::worker_of(small.axis, start, piece.count - 1, piece.count);
-    return {int(blockIdx.x) - first, last - first + 1, 2 * first + 1, 2 * first, 2, first};
+    return {own_worker() - first, last - first + 1, first, false};
   }
 }
 
@@ -79,6 +63,8 @@ struct Row {
   __device__ __forceinline__ static int dim(int quad) { return (quad * 32 + int(threadIdx.x % 32)) * 4; }
 
   __device__ __forceinline__ void clear() {
+    max = -INFINITY;
+    sum = 0.f;
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) o[quad] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
@@ -89,14 +75,6 @@ struct Row {
     o[quad].w += weight * x.w;
   }
 };
-
-// NaN counts as the largest or the smallest, by its sign: where there is one, the sum is NaN as well.
-__device__ __forceinline__ float max_of_lanes(float x) {
-  const int bits = __float_as_int(x);
-  const int ordered = bits ^ (bits >> 31 & INT_MAX);  // as integers in the order of the floats
-  const int max = __reduce_max_sync(~0u, ordered);
-  return __int_as_float(max ^ (max >> 31 & INT_MAX));
-}
 
 // exp(x - max).
 __device__ __forceinline__ float weight_of(float x, float max) {
@@ -150,12 +128,11 @@ __device__ __forceinline__ void write_result(const DecodeParams& p, const Reques
 }
 
 template <class Config>
-__device__ __forceinline__ void write_share(float2* stats, float* o, int64_t place, const Row<Config>& row) {
+__device__ __forceinline__ void pass_share(float* share, const Row<Config>& row) {
 #pragma unroll
   for (int quad = 0; quad < Row<Config>::kQuads; ++quad)
-    if (row.dim(quad) < Config::kValueHeadDim)
-      __stcg(reinterpret_cast<float4*>(o + place * Config::kValueHeadDim + row.dim(quad)), row.o[quad]);
-  if (threadIdx.x % 32 == 0) __stcg(stats + place, make_float2(row.max, row.sum));
+    if (row.dim(quad) < Config::kValueHeadDim) global::pass(share + row.dim(quad), row.o[quad]);
+  if (threadIdx.x % 32 == 0) global::pass(share + Config::kValueHeadDim, make_float2(row.max, row.sum));
 }
 
 // A warp's sums into a free stage. Columns of neighbouring lanes lie in banks of their own through the XOR.
@@ -194,14 +171,12 @@ __device__ __forceinline__ void join_teams(const Smem<Config>& smem, int n, Row<
   using S = Shape<Config>;
   const Small<Config>& small = smem.small();
   float2 stats[S::kTeams];
-  row.max = -INFINITY;
+  row.clear();
 #pragma unroll
   for (int team = 0; team < S::kTeams; ++team) {
     stats[team] = small.stats[n][team];
     row.max = fmaxf(row.max, stats[team].x);
   }
-  row.sum = 0.f;
-  row.clear();
 #pragma unroll
   for (int team = 0; team < S::kTeams; ++team) {
     const float weight = weight_of(stats[team].x, row.max);
@@ -214,113 +189,102 @@ __device__ __forceinline__ void join_teams(const Smem<Config>& smem, int n, Row<
   }
 }
 
-// One row over `count` shares, at most 32: lane i brings maximum and sum of share i and the place of its O.
+// Adds shares to a row, in their order: those of `count` slots from `slot` on, `step` apart, as soon as they are there.
 template <class Config>
-__device__ __forceinline__ void join_shares(const float* o, int count, float2 stats, int64_t place,
-                                            Row<Config>& row) {
-  constexpr int kBatch = 8 / Row<Config>::kQuads;  // loads in flight
-  float weight = 0.f;
+__device__ __forceinline__ void add_shares(const DecodeParams& p, int64_t slot, int count, int step, int n,
+                                           Row<Config>& row) {
+  constexpr int kQuads = Row<Config>::kQuads, kBatch = 12 / kQuads;  // loads in flight
+  const int64_t pitch = step * (share_at<Config>(p, 1, 0) - share_at<Config>(p, 0, 0));
+  float* share = share_at<Config>(p, slot, n);
 #pragma unroll 1
-  for (int first = 0; first < count; first += kBatch) {
-    float4 x[kBatch][row.kQuads];
+  for (; count > 0; count -= kBatch, share += kBatch * pitch) {
+    float4 o[kBatch][kQuads];
+    float2 stats[kBatch];
+    const auto each = [&](auto&& f) {
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (i >= count) break;
+#pragma unroll
+        for (int quad = 0; quad < kQuads; ++quad)
+          if (row.dim(quad) < Config::kValueHeadDim) f(share + i * pitch + row.dim(quad), o[i][quad]);
+        f(share + i * pitch + Config::kValueHeadDim, stats[i]);
+      }
+    };
+    each([](const float* source, auto& x) { global::load_relaxed(source, x); });
+    bool missing;
+    do {
+      missing = false;
+      each([&](const float* source, auto& x) {
+        if (global::is_passed(x)) return;
+        missing = true;
+        global::load_relaxed(source, x);
+      });
+    } while (__any_sync(~0u, missing));  // then all lanes have read
+    each([](float* target, const auto& x) { global::clear(target, x); });
+    float max = row.max;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i)
+      if (i < count) max = fmaxf(max, stats[i].x);
+    const float own = weight_of(row.max, max);
+    row.max = max;
+    row.sum *= own;
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad)
+      row.o[quad] = {row.o[quad].x * own, row.o[quad].y * own, row.o[quad].z * own, row.o[quad].w * own};
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const float* share = o + __shfl_sync(~0u, place, first + i);
+      if (i >= count) break;
+      const float weight = weight_of(stats[i].x, max);
+      row.sum += weight * stats[i].y;
 #pragma unroll
-      for (int quad = 0; quad < row.kQuads; ++quad)
-        if (first + i < count && row.dim(quad) < Config::kValueHeadDim)
-          x[i][quad] = __ldcg(reinterpret_cast<const float4*>(share + row.dim(quad)));
-    }
-    if (first == 0) {
-      row.clear();
-      row.max = max_of_lanes(stats.x);
-      weight = weight_of(stats.x, row.max);
-      row.sum = weight * stats.y;
-#pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) row.sum += __shfl_xor_sync(~0u, row.sum, offset);
-    }
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const float factor = __shfl_sync(~0u, weight, first + i);
-#pragma unroll
-      for (int quad = 0; quad < row.kQuads; ++quad)
-        if (first + i < count && row.dim(quad) < Config::kValueHeadDim) row.add(quad, factor, x[i][quad]);
+      for (int quad = 0; quad < kQuads; ++quad)
+        if (row.dim(quad) < Config::kValueHeadDim) row.add(quad, weight, o[i][quad]);
     }
   }
 }
 
-// Arrives at a counter that expects `count`; whether this was the last. Orders the warp's writes so far, which a
-// __syncwarp() has gathered, before it, and what the warp reads after the next __syncwarp() behind those of others.
-__device__ __forceinline__ bool arrive_last(unsigned* counter, int count) {
-  unsigned before;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(counter), "r"(unsigned(count - 1))
-               : "memory");
-  return before == unsigned(count - 1);
+// A row of a piece becomes that of its pair, or goes to the block that waits for it: false then.
+template <class Config>
+__device__ __forceinline__ bool join_blocks(const DecodeParams& p, const Share& share, int n,
+                                            Row<Config>& row) {
+  if (share.splits == 1) return true;
+  float* own = share_at<Config>(p, share.slot(share.split), n);
+  if constexpr (Config::kSchedule == kInvariant) {
+    // Which pieces a worker has must not matter: their sums all take the same way.
+    pass_share<Config>(own, row);
+    if (!share.joins) return false;
+    row.clear();
+    add_shares<Config>(p, share.slot(0), share.splits, 1, n, row);
+  } else {
+    if (share.split % kFan == 0)
+      add_shares<Config>(p, share.slot(share.split + 1), min(kFan, share.splits - share.split) - 1, 1, n,
+                         row);
+    if (share.split != 0) {
+      pass_share<Config>(own, row);
+      return false;
+    }
+    add_shares<Config>(p, share.slot(kFan), (share.splits - 1) / kFan, kFan, n, row);
+  }
+  return true;
 }
 
-// After the last tile of a piece, all warps: sums to output, or to a slot and, by the last block, to output. Row
-// warp + i * kWarps is bit i of what a warp looks after.
+// After the last tile of a piece, all warps: sums to output, or to whom they are passed on.
 template <class Config>
 __device__ __forceinline__ void close(const DecodeParams& p, const State<Config>& state,
                                       const Smem<Config>& smem, const Request& r, const Piece& piece,
                                       int team, int first_row, int free_stage) {
-  using S = Shape<Config>;
   Small<Config>& small = smem.small();
   if (threadIdx.x % (32 * Config::kRowGroups) == 0) small.free_stage[team] = free_stage;
   store_sums<Config>(state, small, smem.sums(team, free_stage), team, first_row);
-  const Share share = share_of<Config>(p, small, piece);
-  const Workspace<Config> w(p);
   __syncthreads();
-  const int rows = r.q_len * int(p.group), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int leader = share.split / kFan * kFan;
-  unsigned mine = rows > warp ? (2u << ((rows - warp - 1) / Config::kWarps)) - 1 : 0;
-  // Of the join that comes next: the shares that it takes (none: the teams), and where its result goes.
-  int begin = 0, end = 0, step = 1, target = share.slot(share.split);
-  bool finish = share.splits == 1, grouped = false;
+  const Share share = small.share;
 #pragma unroll 1
-  while (true) {
-#pragma unroll 1
-    for (unsigned left = mine; left != 0; left &= left - 1) {
-      const int n = warp + (__ffs(left) - 1) * Config::kWarps;
-      Row<Config> row;
-      const bool teams = end == 0;
-      if (teams) {
-        join_teams<Config>(smem, n, row);
-      } else {
-        const int count = (end - begin + step - 1) / step;
-        const int64_t place = int64_t(share.slot(begin + min(lane, count - 1) * step)) * S::kRows + n;
-        const float2 stats =
-            lane < count ? __ldcg((step > 1 ? w.group_stats : w.stats) + place) : make_float2(-INFINITY, 0.f);
-        join_shares<Config>(w.o, count, stats, place * S::kDimV, row);
-      }
-      if (finish) {
-        write_result<Config>(p, r, piece.head, n, row);
-      } else {
-        write_share<Config>(teams ? w.stats : w.group_stats, w.o, int64_t(target) * S::kRows + n, row);
-      }
-    }
-    if (end == 0) __syncthreads();  // the stages are free again
-    if (finish) return;
-    const bool group_next = share.splits > kFan && !grouped;
-    const int group_end = min(leader + kFan, share.splits);
-    unsigned* counter =
-        group_next ? w.counters + share.slot(leader) * S::kRows : w.roots + share.root * S::kRows;
-    const int count = group_next ? group_end - leader
-                      : grouped  ? (share.splits + kFan - 1) / kFan
-                                 : share.splits;
-    __syncwarp();
-    const bool last = (mine >> lane & 1) && arrive_last(counter + warp + lane * Config::kWarps, count);
-    mine = __ballot_sync(~0u, last);
-    if (mine == 0) return;
-    begin = group_next ? leader : 0;
-    end = group_next ? group_end : share.splits;
-    step = group_next ? 1 : grouped ? kFan : 1;
-    target = share.slot(leader);
-    finish = !group_next;
-    grouped = true;
+  for (int n = threadIdx.x / 32; n < r.q_len * int(p.group); n += Config::kWarps) {
+    Row<Config> row;
+    join_teams<Config>(smem, n, row);
+    if (join_blocks<Config>(p, share, n, row)) write_result<Config>(p, r, piece.head, n, row);
   }
+  __syncthreads();  // the stages are free again
 }
 
 }  // namespace hpcjit::attention

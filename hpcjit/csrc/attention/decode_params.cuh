@@ -18,10 +18,9 @@ struct DecodeParams {
   const float* v_scale;     // null: 1
   const float* sinks;       // null: none
   void* out;
-  float* lse;          // null: not wanted
-  float* workspace;    // shares of results; see decode_merge.cuh
-  unsigned* counters;  // zero between launches
-  long long* fault;    // null, or {count, position, value, limit} of page ids and lengths out of range
+  float* lse;        // null: not wanted
+  float* counters;   // shares of results, zero between launches; see decode_merge.cuh
+  long long* fault;  // null, or {count, position, value, limit} of page ids and lengths out of range
   double scale;
   double k_factor;  // multiplies k_scale
   double v_factor;
@@ -45,7 +44,6 @@ struct DecodeParams {
   int64_t slack;       // tiles that a worker may get more, for the sake of fewer cuts
   int64_t margin;      // half of what it costs to open and close a pair, in tiles
   int64_t max_pieces;  // invariant: slots of a pair
-  int64_t slots;       // of the workspace
   int64_t q_token_stride;
   int64_t q_head_stride;
   int64_t q_scale_token_stride;
@@ -133,6 +131,17 @@ struct Request {
   int q_start;
 };
 
+// Part `split` of the `splits` of a pair. Its slot is `first` + split. Under the invariant schedule: whether the worker of this
+// piece joins the pair, and has now done all of its own pieces.
+struct Share {
+  int split;
+  int splits;
+  int first;
+  bool joins;
+
+  __device__ __forceinline__ int64_t slot(int split) const { return int64_t(first) + split; }
+};
+
 template <class Config>
 struct Small {
   using S = Shape<Config>;
@@ -144,6 +153,7 @@ struct Small {
   sched::Cut<typename Config::axis_t> cuts[2];
   Request of_cut[2];
   sched::Axis<typename Config::axis_t> axis;
+  Share share;  // of the piece in work
 };
 
 template <class Config>

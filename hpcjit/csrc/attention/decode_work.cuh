@@ -7,6 +7,11 @@
 
 namespace hpcjit::attention {
 
+// The worker that a block is: the last of the axis starts first (decode_merge.cuh says why).
+__device__ __forceinline__ int own_worker() {
+  return int(gridDim.x) - 1 - int(blockIdx.x);
+}
+
 // Position: request * table_width + column for a page id, -1 - request for a length.
 __device__ __noinline__ void report(long long* fault, int64_t position, int value, int64_t limit) {
   if (atomicAdd(reinterpret_cast<unsigned long long*>(fault), 1ull) != 0) return;
@@ -92,7 +97,7 @@ __device__ __forceinline__ void find_cuts(const DecodeParams& p, Small<Config>& 
   if (threadIdx.x == 0) small.axis = {all, interval, margin};
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
-    const Int x = (Int(blockIdx.x) + i) * interval;
+    const Int x = (Int(own_worker()) + i) * interval;
     if (x >= all && threadIdx.x == 0) small.cuts[i] = {int(p.batch), 0, 0, all};
     if (x < run_begin || x >= run_end) continue;
     Int start = run_begin;
@@ -139,7 +144,7 @@ struct Walk {
   __device__ __forceinline__ void begin(const DecodeParams& p, const Small<Config>& small) {
     beyond = false;
     if constexpr (Config::kSchedule == kStatic) {
-      const int pair = int(blockIdx.x) / int(p.splits), split = int(blockIdx.x) - pair * int(p.splits);
+      const int pair = own_worker() / int(p.splits), split = own_worker() - pair * int(p.splits);
       at_request = end_request = pair / int(p.num_kv_heads);
       at_head = end_head = pair - at_request * int(p.num_kv_heads);
       load(p, false);

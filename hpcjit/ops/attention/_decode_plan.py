@@ -64,10 +64,10 @@ DECODE = Template(
     config=DecodeConfig,
     params=(
         *("q", "k_cache", "v_cache", "block_table", "seq_lens", "cu_seqlens_q", "q_scale", "k_scale", "v_scale"),
-        *("sinks", "out", "lse", "workspace", "counters", "fault", "scale", "k_factor", "v_factor", "softcap"),
+        *("sinks", "out", "lse", "counters", "fault", "scale", "k_factor", "v_factor", "softcap"),
         *("batch", "total_q", "max_q_len", "num_kv_heads", "group", "num_pages", "page_size", "page_shift", "capacity"),
         *("table_width", "table_stride", "window", "workers", "splits", "least", "whole", "slack", "margin"),
-        *("max_pieces", "slots"),
+        "max_pieces",
         *("q_token_stride", "q_head_stride", "q_scale_token_stride", "q_scale_head_stride"),
         *("k_page_stride", "k_slot_stride", "k_head_stride", "v_page_stride", "v_slot_stride", "v_head_stride"),
         *("k_scale_page_stride", "k_scale_slot_stride", "k_scale_head_stride"),
@@ -167,13 +167,12 @@ def _log2(size: int) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """How many blocks work, how pairs of request and KV head are split, and how many slots and counters that takes."""
+    """How many blocks work, how pairs of request and KV head are split, and how many slots for shares that takes."""
 
     workers: int
     splits: int
     max_pieces: int
     slots: int
-    roots: int
 
     @classmethod
     def of(cls, shape: Sizes, schedule: str, tile: int, sms: int) -> Work:
@@ -183,18 +182,17 @@ class Work:
             while splits < _STATIC_SPLITS and pairs * splits < 2 * sms:
                 splits *= 2
             if splits == 1:  # nothing is merged
-                return cls(pairs, 1, 0, 0, 0)
-            return cls(pairs * splits, splits, 0, pairs * splits, pairs)
+                return cls(pairs, 1, 0, 0)
+            return cls(pairs * splits, splits, 0, pairs * splits)
         if schedule == "invariant":
             pieces = -(-shape.capacity // INVARIANT_TOKENS) + 1  # a window may begin inside of a tile
-            return cls(sms, INVARIANT_TOKENS // tile, pieces, pairs * pieces, pairs)
-        return cls(sms, 0, 0, 2 * sms, sms)
+            return cls(sms, INVARIANT_TOKENS // tile, pieces, pairs * pieces)
+        return cls(sms, 0, 0, sms)
 
 
-def memory(shape: Sizes, work: Work) -> tuple[int, int]:
-    """Bytes of the workspace and of the counters."""
-    rows = math.prod(rows_of(shape)) * 8
-    return work.slots * rows * (shape.value_head_dim + 4) * 4, (work.slots + work.roots) * rows * 4
+def memory(shape: Sizes, work: Work) -> int:
+    """Bytes of the slots, which are zero between launches."""
+    return work.slots * math.prod(rows_of(shape)) * 8 * (shape.value_head_dim + 4) * 4
 
 
 def plan(op: Any, *args: Any) -> Plan:
@@ -208,7 +206,6 @@ def plan(op: Any, *args: Any) -> Plan:
     work = Work.of(shape, a.schedule, config.tile, sms)
     tile_bytes = config.tile * (shape.head_dim + shape.value_head_dim) * a.k_cache.itemsize
     larger = config.tile // usual_tile(shape, a.k_cache.itemsize)
-    workspace_bytes, counter_bytes = memory(shape, work)
     optional = ("cu_seqlens_q", "q_scale", "k_scale", "v_scale", "sinks", "lse")
     values: dict[str, int | float | str] = {name: 0 for name in optional if getattr(a, name) is None}
     sizes = (
@@ -224,7 +221,7 @@ def plan(op: Any, *args: Any) -> Plan:
         "table_stride",
     )
     values |= {name: getattr(shape, name) for name in sizes}
-    values |= {name: getattr(work, name) for name in ("workers", "splits", "max_pieces", "slots")}
+    values |= {name: getattr(work, name) for name in ("workers", "splits", "max_pieces")}
     values |= {
         "page_shift": _log2(shape.page_size),
         "window": a.window,
@@ -240,4 +237,4 @@ def plan(op: Any, *args: Any) -> Plan:
         pages = getattr(shape, name)
         values |= {f"{name}_page_stride": pages.page, f"{name}_slot_stride": pages.slot}
         values[f"{name}_head_stride"] = pages.head
-    return Plan(DECODE, config, values, workspace_bytes, counter_bytes, FAULT_TEXT, shape.table_width)
+    return Plan(DECODE, config, values, 0, memory(shape, work), FAULT_TEXT, shape.table_width)

@@ -32,6 +32,51 @@ __device__ __forceinline__ bool arrive_last(uint32_t* word, uint32_t arrivals) {
   return before == arrivals - 1;
 }
 
+// Words that are zero until they are written, and so say themselves whether they have been: 0 is written as -0. There is no
+// fence and no second read; memory only has to write a word as a whole. Accesses are relaxed ones of the GPU's scope,
+// which go to L2. Who reads the words puts the zeros back.
+__device__ __forceinline__ float not_zero(float x) {
+  return __float_as_uint(x) == 0 ? -0.f : x;
+}
+__device__ __forceinline__ void pass(float* target, float x) {
+  asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(target), "f"(not_zero(x)) : "memory");
+}
+__device__ __forceinline__ void pass(float* target, const float2& x) {
+  asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" ::"l"(target), "f"(not_zero(x.x)),
+               "f"(not_zero(x.y))
+               : "memory");
+}
+__device__ __forceinline__ void pass(float* target, const float4& x) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(not_zero(x.x)),
+               "f"(not_zero(x.y)), "f"(not_zero(x.z)), "f"(not_zero(x.w))
+               : "memory");
+}
+__device__ __forceinline__ void load_relaxed(const float* source, float2& x) {
+  asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];"
+               : "=f"(x.x), "=f"(x.y)
+               : "l"(source)
+               : "memory");
+}
+__device__ __forceinline__ void load_relaxed(const float* source, float4& x) {
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(source)
+               : "memory");
+}
+__device__ __forceinline__ bool is_passed(const float2& x) {
+  return __float_as_uint(x.x) != 0 && __float_as_uint(x.y) != 0;
+}
+__device__ __forceinline__ bool is_passed(const float4& x) {
+  return __float_as_uint(x.x) != 0 && __float_as_uint(x.y) != 0 && __float_as_uint(x.z) != 0 &&
+         __float_as_uint(x.w) != 0;
+}
+__device__ __forceinline__ void clear(float* target, const float2&) {
+  *reinterpret_cast<float2*>(target) = make_float2(0.f, 0.f);
+}
+__device__ __forceinline__ void clear(float* target, const float4&) {
+  *reinterpret_cast<float4*>(target) = make_float4(0.f, 0.f, 0.f, 0.f);
+}
+
 // By one access; the compiler may cut an assignment of a uint4 into words.
 __device__ __forceinline__ void store_16(void* target, const uint4& x) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(x.x), "r"(x.y), "r"(x.z),
