@@ -20,42 +20,67 @@
 
 namespace hpcjit::attention {
 
-// Before and after pdl::wait(): the cuts, in shared memory, and the producer's first tiles. Each thread has the first
-// of its run of requests at hand; with one per thread that shows whether what was found out before the wait still
-// holds after it. What the producer has read beyond its first request would not be covered by that, so it starts anew
-// then. Page ids are read again in any case.
 template <class Config>
-__device__ __forceinline__ void prepare(const DecodeParams& p, Small<Config>& small,
-                                        Producer<Config>& producer, int team) {
-  constexpr int kThreads = Shape<Config>::kThreads;
+__device__ __forceinline__ void wait_for_predecessor() {
+  pdl::wait();
+  if constexpr (Config::kTrigger == pdl::kAfterLoads) pdl::trigger();
+}
+
+// From the lengths to the copies of the first tiles and the queries of the first piece; false if there is none. Before
+// pdl::wait() cuts, tiles and page ids are a guess. After it they are used at once, and what they rest on is read again
+// meanwhile: each thread has the first of its run of requests at hand; with one per thread that and the page ids show
+// whether anything has changed. If so, all begins anew. What the producer has read beyond its first request would not be
+// covered, so nothing is copied on the strength of that.
+template <class Config>
+__device__ __forceinline__ bool begin_work(const DecodeParams& p, const Smem<Config>& smem, int team,
+                                           int first_row, Producer<Config>& producer, Walk<Config>& walk,
+                                           Piece& piece, Queries<Config>& queries, uint64_t policy) {
+  constexpr int kThreads = Shape<Config>::kThreads, kAhead = Producer<Config>::kAhead;
+  Small<Config>& small = smem.small();
   const int batch = int(p.batch), run = (batch + kThreads - 1) / kThreads;
   const int begin = min(int(threadIdx.x) * run, batch), end = min(begin + run, batch);
   const int first = min(begin, batch - 1);
   const bool early = Config::kEarly && Config::kSchedule != kStatic && p.fault == nullptr;
-  Request own = {};
-  if (early) own = request_of<Config>(p, first, true);
+  if (!early) wait_for_predecessor<Config>();
+  Request own = request_of<Config>(p, first, early);
 #pragma unroll 1
   for (bool guess = early;; guess = false) {
-    if (!guess) {
-      pdl::wait();
-      if constexpr (Config::kTrigger == pdl::kAfterLoads) pdl::trigger();
-      const Request now = request_of<Config>(p, first, false);
-      bool changed = true;
-      if (early) {
-#pragma unroll
-        for (Tile<Config>& tile : producer.asked) tile.ask_page(p, false);
-        changed = run > 1 || now != own || producer.walk.beyond;
-      }
-      own = now;
-      if (!__syncthreads_or(int(changed))) return;
-    }
     if constexpr (Config::kSchedule != kStatic) find_cuts<Config>(p, small, begin, end, own, guess);
     producer.begin(p, small, team, guess);
-    if (!guess) return;
-    hint_tile<Config>(p, producer.asked[0]);
-    if (threadIdx.x / 32 == Config::kWarps - 1 && small.cuts[0].request < batch)
-      touch_queries<Config>(p, small.of_cut[0], small.cuts[0].head,
-                            [](const void* row) { prefetch_l2(row); });
+    Request now = own;
+    int guessed[kAhead], pages[kAhead];
+    if (guess) {
+      hint_tile<Config>(p, producer.asked[0]);
+      if (threadIdx.x / 32 == Config::kWarps - 1 && small.cuts[0].request < batch)
+        touch_queries<Config>(p, small.of_cut[0], small.cuts[0].head,
+                              [](const void* row) { prefetch_l2(row); });
+      const bool covered = !__syncthreads_or(int(run > 1 || producer.walk.beyond));
+      wait_for_predecessor<Config>();
+      now = request_of<Config>(p, first, false);
+      if (!covered) {
+        own = now;
+        continue;
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        guessed[i] = producer.asked[i].page;
+        pages[i] = producer.asked[i].entry(p, false);
+      }
+    }
+    walk.begin(p, small);
+    const bool any = walk.piece(p, piece);
+    if (any) queries.fetch(p, walk.request, piece.head, first_row);
+#pragma unroll 1
+    for (int stage = 0; stage < Config::kStages - 1; ++stage)
+      start_copies<Config>(p, producer, smem, team, stage, policy);
+    if (!guess) return any;
+    bool changed = now != own;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) changed |= pages[i] != guessed[i];
+    if (!__syncthreads_or(int(changed))) return any;
+    own = now;
+    copy::wait<0>();
+    __syncthreads();  // the stages are free again
   }
 }
 
@@ -83,24 +108,20 @@ __global__ void __launch_bounds__(Config::kWarps * 32, Config::kBlocksPerSm)
 
   pdl::trigger_at<Config::kTrigger, pdl::kAtStart>();
   touch_params<Config>(p, small);
+  const uint64_t policy = copy::evict_first();
   Producer<Config> producer;
-  prepare<Config>(p, small, producer, team);
+  Walk<Config> walk;
+  Piece piece;
+  Queries<Config> queries;
+  bool more = begin_work<Config>(p, smem, team, first_row, producer, walk, piece, queries, policy);
   if (p.fault != nullptr && blockIdx.x == 0) report_lengths<Config>(p);
 
-  const uint64_t policy = copy::evict_first();
-#pragma unroll 1
-  for (int stage = 0; stage < Config::kStages - 1; ++stage)
-    start_copies<Config>(p, producer, smem, team, stage, policy);
-
-  Walk<Config> walk;
-  walk.begin(p, small);
   State<Config> state;
-  Piece piece;
   int tile = team, stage = 0, free_stage = Config::kStages - 1;
 #pragma unroll 1
-  while (walk.piece(p, piece)) {
+  while (more) {
     const Request r = walk.request;
-    open<Config>(p, state, smem, r, piece.head, first_row);
+    open<Config>(p, state, smem, queries, piece.head);
     if (threadIdx.x == 0) small.share = share_of<Config>(p, small, piece);
     if constexpr (Config::kSchedule == kInvariant) tile = team;
 #pragma unroll 1
@@ -117,6 +138,8 @@ __global__ void __launch_bounds__(Config::kWarps * 32, Config::kBlocksPerSm)
     wait_for_team<Config>(team);  // all have read the stage that takes the sums
     close<Config>(p, state, smem, r, piece, team, first_row, free_stage);
     walk.advance(p, piece, false);
+    more = walk.piece(p, piece);
+    if (more) queries.fetch(p, walk.request, piece.head, first_row);
   }
   pdl::trigger_at<Config::kTrigger, pdl::kAtEnd>();
 }

@@ -58,21 +58,27 @@ struct Tile {
   }
 
   __device__ __forceinline__ void ask_page(const DecodeParams& p, bool guess) {
-    const int row = Config::kWholeTiles ? 0 : int(threadIdx.x % 32);
-    const Place place = place_of(p, first + row);
-    slot = place.slot;
-    page = 0;
-    if (request < 0 || (!Config::kWholeTiles && (row >= Config::kTile || !is_live(row)))) return;
-    const int* entry = p.block_table + request * p.table_stride + place.page;
-    page = guess ? __ldcg(entry) : *entry;
+    slot = place_of(p, first + row_of_lane()).slot;
+    page = entry(p, guess);
+  }
+
+  // What the table says now.
+  __device__ __forceinline__ int entry(const DecodeParams& p, bool guess) const {
+    const int row = row_of_lane();
+    if (request < 0 || (!Config::kWholeTiles && (row >= Config::kTile || !is_live(row)))) return 0;
+    const int* entry = p.block_table + request * p.table_stride + place_of(p, first + row).page;
+    return guess ? __ldcg(entry) : *entry;
+  }
+
+  __device__ __forceinline__ static int row_of_lane() {
+    return Config::kWholeTiles ? 0 : int(threadIdx.x % 32);
   }
 
   // The page, or 0 for one that does not exist: whatever is read there, it is readable.
   __device__ __forceinline__ int existing_page(const DecodeParams& p) const {
     if (unsigned(page) < unsigned(p.num_pages)) return page;
     if (p.fault != nullptr) {
-      const int row = Config::kWholeTiles ? 0 : int(threadIdx.x % 32);
-      report(p.fault, request * p.table_width + place_of(p, first + row).page, page, p.num_pages);
+      report(p.fault, request * p.table_width + place_of(p, first + row_of_lane()).page, page, p.num_pages);
     }
     return 0;
   }

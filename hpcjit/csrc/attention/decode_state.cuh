@@ -33,41 +33,71 @@ struct State {
   float sum[kNt][2];  // of this lane's tokens only
 };
 
-// Q as the second operand: 16 dims of each row per step, in the order that the K fragment has.
+// The query rows of a warp as they are in memory: 16 dims of each row per step, in the order that the K fragment has.
+// Apart from `open`, so that what comes next need not wait for them.
 template <class Config>
-__device__ __forceinline__ void load_q(const DecodeParams& p, State<Config>& state, const Smem<Config>& smem,
-                                       const Request& r, int head, int first_row) {
+struct Queries {
+  using q_t = typename Config::q_t;
+  static constexpr int kSteps = Config::kHeadDim / 16, kWords = sizeof(q_t) == 1 ? 1 : 2;
+  uint32_t raw[Config::kRowTiles][kSteps][kWords];
+  float scale[Config::kRowTiles];
+
+  __device__ __forceinline__ void fetch(const DecodeParams& p, const Request& r, int head, int first_row) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int group = int(p.group);
+#pragma unroll
+    for (int nt = 0; nt < Config::kRowTiles; ++nt) {
+      const int n = first_row + nt * 8 + g;
+      const int j = Config::kCausal ? n / group : 0;
+      const bool live = n < r.q_len * group;
+      const int q_head = head * group + n - j * group;
+      const q_t* row =
+          static_cast<const q_t*>(p.q) + int64_t(r.q_start + j) * p.q_token_stride + q_head * p.q_head_stride;
+      scale[nt] = 1.f;
+      if constexpr (Config::kQScale)
+        if (live)
+          scale[nt] = p.q_scale[(r.q_start + j) * p.q_scale_token_stride + q_head * p.q_scale_head_stride];
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        uint32_t (&x)[kWords] = raw[nt][s];
+        if constexpr (sizeof(q_t) == 1) {
+          x[0] = live ? *reinterpret_cast<const uint32_t*>(row + 16 * s + 4 * t) : 0u;
+        } else if constexpr (Shape<Config>::kFp8) {
+          const uint2 both =
+              live ? *reinterpret_cast<const uint2*>(row + 16 * s + 4 * t) : make_uint2(0u, 0u);
+          x[0] = both.x;
+          x[1] = both.y;
+        } else {
+          x[0] = live ? *reinterpret_cast<const uint32_t*>(row + 16 * s + 2 * t) : 0u;
+          x[1] = live ? *reinterpret_cast<const uint32_t*>(row + 16 * s + 2 * t + 8) : 0u;
+        }
+      }
+    }
+  }
+};
+
+// Q as the second operand.
+template <class Config>
+__device__ __forceinline__ void take_q(State<Config>& state, const Smem<Config>& smem,
+                                       const Queries<Config>& queries) {
   using S = Shape<Config>;
   using q_t = typename Config::q_t;
   using mma_t = typename Config::mma_t;
   constexpr int kSteps = Config::kHeadDim / 16;
   constexpr bool kNormalise = sizeof(q_t) == 2 && S::kFp8 && Config::kNormaliseQ;
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int group = int(p.group);
+  const int t = threadIdx.x % 4;
 #pragma unroll
   for (int nt = 0; nt < Config::kRowTiles; ++nt) {
-    const int n = first_row + nt * 8 + g;
-    const int j = Config::kCausal ? n / group : 0;
-    const bool live = n < r.q_len * group;
-    const int q_head = head * group + n - j * group;
-    const q_t* row =
-        static_cast<const q_t*>(p.q) + int64_t(r.q_start + j) * p.q_token_stride + q_head * p.q_head_stride;
-    float scale = 1.f;
-    if constexpr (Config::kQScale)
-      if (live) scale = p.q_scale[(r.q_start + j) * p.q_scale_token_stride + q_head * p.q_scale_head_stride];
+    float scale = queries.scale[nt];
     uint32_t raw[kSteps][2];
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
+      const auto& x = queries.raw[nt][s];
       if constexpr (sizeof(q_t) == 1) {
-        const uint32_t x = live ? *reinterpret_cast<const uint32_t*>(row + 16 * s + 4 * t) : 0u;
-        mma::e4m3x4_to_fp16(x, raw[s][0], raw[s][1]);
-      } else if constexpr (S::kFp8) {
-        const uint2 x = live ? *reinterpret_cast<const uint2*>(row + 16 * s + 4 * t) : make_uint2(0u, 0u);
-        raw[s][0] = x.x;
-        raw[s][1] = x.y;
+        mma::e4m3x4_to_fp16(x[0], raw[s][0], raw[s][1]);
       } else {
-        raw[s][0] = live ? *reinterpret_cast<const uint32_t*>(row + 16 * s + 2 * t) : 0u;
-        raw[s][1] = live ? *reinterpret_cast<const uint32_t*>(row + 16 * s + 2 * t + 8) : 0u;
+        raw[s][0] = x[0];
+        raw[s][1] = x[1];
       }
     }
     if constexpr (kNormalise) {
@@ -110,8 +140,8 @@ __device__ __forceinline__ void load_q(const DecodeParams& p, State<Config>& sta
 
 template <class Config>
 __device__ __forceinline__ void open(const DecodeParams& p, State<Config>& state, const Smem<Config>& smem,
-                                     const Request& r, int head, int first_row) {
-  load_q<Config>(p, state, smem, r, head, first_row);
+                                     const Queries<Config>& queries, int head) {
+  take_q<Config>(state, smem, queries);
   float scale = float(p.scale * p.k_factor);
   if constexpr (Config::kKScale == 1) scale *= p.k_scale[head * p.k_scale_head_stride];
 #pragma unroll
