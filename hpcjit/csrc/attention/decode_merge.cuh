@@ -47,7 +47,7 @@ __device__ __forceinline__ Share share_of(const DecodeParams& p, const Small<Con
     const auto start = small.cuts[piece.begin > 0 ? 0 : 1].start;
     const int first = sched::worker_of(small.axis, start, 0, piece.count);
     const int last = sched::worker_of(small.axis, start, piece.count - 1, piece.count);
-    return {own_worker() - first, last - first + 1, first, false};
+    return {small.worker - first, last - first + 1, first, false};
   }
 }
 
@@ -75,6 +75,14 @@ struct Row {
     o[quad].w += weight * x.w;
   }
 };
+
+// The largest of all lanes. NaN counts as the largest or the smallest, by its sign: where there is one, the sum is NaN too.
+__device__ __forceinline__ float max_of_lanes(float x) {
+  const int bits = __float_as_int(x);
+  const int ordered = bits ^ (bits >> 31 & INT_MAX);  // as integers in the order of the floats
+  const int max = __reduce_max_sync(~0u, ordered);
+  return __int_as_float(max ^ (max >> 31 & INT_MAX));
+}
 
 // exp(x - max).
 __device__ __forceinline__ float weight_of(float x, float max) {
@@ -190,55 +198,60 @@ __device__ __forceinline__ void join_teams(const Smem<Config>& smem, int n, Row<
 }
 
 // Adds shares to a row, in their order: those of `count` slots from `slot` on, `step` apart, as soon as they are there.
+// Lane i brings maximum and sum of share i.
 template <class Config>
 __device__ __forceinline__ void add_shares(const DecodeParams& p, int64_t slot, int count, int step, int n,
                                            Row<Config>& row) {
-  constexpr int kQuads = Row<Config>::kQuads, kBatch = 12 / kQuads;  // loads in flight
+  constexpr int kQuads = Row<Config>::kQuads, kBatch = kFan / kQuads;  // loads in flight
+  const int lane = threadIdx.x % 32;
   const int64_t pitch = step * (share_at<Config>(p, 1, 0) - share_at<Config>(p, 0, 0));
   float* share = share_at<Config>(p, slot, n);
 #pragma unroll 1
   for (; count > 0; count -= kBatch, share += kBatch * pitch) {
     float4 o[kBatch][kQuads];
-    float2 stats[kBatch];
     const auto each = [&](auto&& f) {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         if (i >= count) break;
 #pragma unroll
         for (int quad = 0; quad < kQuads; ++quad)
-          if (row.dim(quad) < Config::kValueHeadDim) f(share + i * pitch + row.dim(quad), o[i][quad]);
-        f(share + i * pitch + Config::kValueHeadDim, stats[i]);
+          if (row.dim(quad) < Config::kValueHeadDim) f(share + i * pitch + row.dim(quad), o[i][quad], i);
       }
     };
-    each([](const float* source, auto& x) { global::load_relaxed(source, x); });
-    bool missing;
-    do {
-      missing = false;
-      each([&](const float* source, auto& x) {
+    float2 stats = make_float2(-INFINITY, -0.f);
+    float* own = share + min(lane, count - 1) * pitch + Config::kValueHeadDim;
+    const bool brings = lane < min(count, kBatch);
+    if (brings) global::load_relaxed(own, stats);
+    each([](const float* source, float4& x, int) { global::load_relaxed(source, x); });
+    while (true) {
+      bool there = global::is_passed(stats);
+      if (!there) global::load_relaxed(own, stats);
+      each([&](const float* source, float4& x, int) {
         if (global::is_passed(x)) return;
-        missing = true;
+        there = false;
         global::load_relaxed(source, x);
       });
-    } while (__any_sync(~0u, missing));  // then all lanes have read
-    each([](float* target, const auto& x) { global::clear(target, x); });
-    float max = row.max;
+      if (__all_sync(~0u, there)) break;
+    }
+    if (brings) global::clear(own, stats);
+    each([](float* target, const float4& x, int) { global::clear(target, x); });
+    const float max = fmaxf(row.max, max_of_lanes(stats.x));
+    const float weight = weight_of(stats.x, max), kept = weight_of(row.max, max);
+    float sum = weight * stats.y;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i)
-      if (i < count) max = fmaxf(max, stats[i].x);
-    const float own = weight_of(row.max, max);
+    for (int offset = 1; offset < 32; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
     row.max = max;
-    row.sum *= own;
+    row.sum = row.sum * kept + sum;
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad)
-      row.o[quad] = {row.o[quad].x * own, row.o[quad].y * own, row.o[quad].z * own, row.o[quad].w * own};
+      row.o[quad] = {row.o[quad].x * kept, row.o[quad].y * kept, row.o[quad].z * kept, row.o[quad].w * kept};
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       if (i >= count) break;
-      const float weight = weight_of(stats[i].x, max);
-      row.sum += weight * stats[i].y;
+      const float of_share = __shfl_sync(~0u, weight, i);
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad)
-        if (row.dim(quad) < Config::kValueHeadDim) row.add(quad, weight, o[i][quad]);
+        if (row.dim(quad) < Config::kValueHeadDim) row.add(quad, of_share, o[i][quad]);
     }
   }
 }

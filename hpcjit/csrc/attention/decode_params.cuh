@@ -153,6 +153,7 @@ struct Small {
   sched::Cut<typename Config::axis_t> cuts[2];
   Request of_cut[2];
   sched::Axis<typename Config::axis_t> axis;
+  int worker;   // that this block is
   Share share;  // of the piece in work
 };
 

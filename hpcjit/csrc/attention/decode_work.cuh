@@ -7,9 +7,10 @@
 
 namespace hpcjit::attention {
 
-// The worker that a block is: the last of the axis starts first (decode_merge.cuh says why).
-__device__ __forceinline__ int own_worker() {
-  return int(gridDim.x) - 1 - int(blockIdx.x);
+// The worker that a block is, of `workers` with work: the last of the axis starts first (decode_merge.cuh says why).
+// Negative without work: such blocks start last, so that they hold no multiprocessor back.
+__device__ __forceinline__ int own_worker(int workers) {
+  return workers - 1 - int(blockIdx.x);
 }
 
 // Position: request * table_width + column for a page id, -1 - request for a length.
@@ -94,10 +95,14 @@ __device__ __forceinline__ void find_cuts(const DecodeParams& p, Small<Config>& 
       sched::interval_length<Int>(all, heads * int(p.batch), int(p.workers), 2 * margin + longest,
                                   int(p.least), 2 * margin + int(p.whole), int(p.slack));
   const Int run_begin = heads * (before + up_to - own), run_end = heads * (before + up_to);
-  if (threadIdx.x == 0) small.axis = {all, interval, margin};
+  const int worker = own_worker(int(sched::divide(Int(all + interval - 1), interval)));
+  if (threadIdx.x == 0) {
+    small.axis = {all, interval, margin};
+    small.worker = worker;
+  }
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
-    const Int x = (Int(own_worker()) + i) * interval;
+    const Int x = worker < 0 ? all : (Int(worker) + i) * interval;
     if (x >= all && threadIdx.x == 0) small.cuts[i] = {int(p.batch), 0, 0, all};
     if (x < run_begin || x >= run_end) continue;
     Int start = run_begin;
@@ -144,7 +149,8 @@ struct Walk {
   __device__ __forceinline__ void begin(const DecodeParams& p, const Small<Config>& small) {
     beyond = false;
     if constexpr (Config::kSchedule == kStatic) {
-      const int pair = own_worker() / int(p.splits), split = own_worker() - pair * int(p.splits);
+      const int worker = own_worker(int(gridDim.x));
+      const int pair = worker / int(p.splits), split = worker - pair * int(p.splits);
       at_request = end_request = pair / int(p.num_kv_heads);
       at_head = end_head = pair - at_request * int(p.num_kv_heads);
       load(p, false);
