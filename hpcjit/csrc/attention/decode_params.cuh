@@ -138,8 +138,6 @@ struct Share {
   int splits;
   int first;
   bool joins;
-
-  __device__ __forceinline__ int64_t slot(int split) const { return int64_t(first) + split; }
 };
 
 template <class Config>

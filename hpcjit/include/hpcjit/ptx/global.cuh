@@ -66,15 +66,18 @@ __device__ __forceinline__ void load_relaxed(const float* source, float4& x) {
 __device__ __forceinline__ bool is_passed(const float2& x) {
   return __float_as_uint(x.x) != 0 && __float_as_uint(x.y) != 0;
 }
-__device__ __forceinline__ bool is_passed(const float4& x) {
-  return __float_as_uint(x.x) != 0 && __float_as_uint(x.y) != 0 && __float_as_uint(x.z) != 0 &&
-         __float_as_uint(x.w) != 0;
-}
-__device__ __forceinline__ void clear(float* target, const float2&) {
-  *reinterpret_cast<float2*>(target) = make_float2(0.f, 0.f);
-}
-__device__ __forceinline__ void clear(float* target, const float4&) {
-  *reinterpret_cast<float4*>(target) = make_float4(0.f, 0.f, 0.f, 0.f);
+// Whether the words of all of x[...][j] are. A chain for each of four words: compares one after the other would take longer.
+template <int kCount, int kQuads>
+__device__ __forceinline__ bool are_passed(const float4 (&x)[kCount][kQuads], int j) {
+  uint32_t least[4] = {~0u, ~0u, ~0u, ~0u};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    least[0] = min(least[0], __float_as_uint(x[i][j].x));
+    least[1] = min(least[1], __float_as_uint(x[i][j].y));
+    least[2] = min(least[2], __float_as_uint(x[i][j].z));
+    least[3] = min(least[3], __float_as_uint(x[i][j].w));
+  }
+  return min(min(least[0], least[1]), min(least[2], least[3])) != 0;
 }
 
 // By one access; the compiler may cut an assignment of a uint4 into words.

@@ -1,0 +1,244 @@
+// Rows of a pair that blocks have in parts become whole.
+//
+// A block that has only part of a pair passes its share (maximum, sum and undivided O of each query row) on in a slot
+// whose words are zero until they are written (ptx/global.cuh): there is neither fence nor counter. Of each kFan neighbouring
+// shares a block waits for the others, adds them in the order of the tokens and passes the result on in its own slot; a
+// block of the first group does the same with those. So the bits do not depend on who came when. A group's rows are dealt
+// to its first blocks, kJoiners at most, for one multiprocessor would take as long to read all shares as memory does to bring
+// them. A warp looks after whole rows, and no barrier is needed.
+//
+// That the waiting ends: the later a block is started, the earlier on the axis of the schedule its work lies
+// (own_worker), and the GPU starts the blocks of a grid in the order of their numbers, which scans with look-back rely on
+// as well. So a block waits for such as were started before it, and for up to kJoiners - 1 of its group that were not; those
+// have room as soon as others end, if the grid ever has kJoiners blocks at work. What a block waits with is its last piece.
+#pragma once
+#include "attention/decode_work.cuh"
+#include "hpcjit/ptx/global.cuh"
+
+namespace hpcjit::attention {
+
+constexpr int kFan = 12, kJoiners = 4;
+
+// Slot `slot`, query row n: O, then maximum and sum. Two words more keep what follows aligned; they stay zero.
+template <class Config>
+__device__ __forceinline__ float* share_at(const DecodeParams& p, int slot, int n) {
+  using S = Shape<Config>;
+  return p.counters + (int64_t(slot) * S::kRows + n) * (S::kDimV + 4);
+}
+
+// Under the dynamic schedule each worker has one slot: at most one of its pieces is a part of a pair that another begins.
+template <class Config>
+__device__ __forceinline__ Share share_of(const DecodeParams& p, const Small<Config>& small,
+                                          const Piece& piece) {
+  const int pair = piece.request * int(p.num_kv_heads) + piece.head;
+  if constexpr (Config::kSchedule == kStatic) {
+    const int share = max(1, (piece.count + int(p.splits) - 1) / int(p.splits));
+    return {piece.begin / share, max(1, (piece.count + share - 1) / share), pair * int(p.splits), false};
+  } else if constexpr (Config::kSchedule == kInvariant) {
+    const int share = int(p.splits);
+    const auto in_pair = [&](const auto& cut) {
+      return cut.request == piece.request && cut.head == piece.head;
+    };
+    const bool first = !in_pair(small.cuts[0]) || small.cuts[0].tile == 0;
+    const bool last = piece.end == piece.count || (in_pair(small.cuts[1]) && piece.end == small.cuts[1].tile);
+    return {piece.begin / share, max(1, (piece.count + share - 1) / share), pair * int(p.max_pieces),
+            first && last};
+  } else {
+    if (piece.begin == 0 && piece.end == piece.count) return {0, 1, 0, false};
+    // Only a pair that is cut can be in parts, so its start is that of a cut.
+    const auto start = small.cuts[piece.begin > 0 ? 0 : 1].start;
+    const int first = sched::worker_of(small.axis, start, 0, piece.count);
+    const int last = sched::worker_of(small.axis, start, piece.count - 1, piece.count);
+    return {small.worker - first, last - first + 1, first, false};
+  }
+}
+
+// Four dims per lane and step of one query row, before the division by `sum`; both are relative to `max`, which may lag behind the largest logit.
+template <class Config>
+struct Row {
+  static constexpr int kQuads = (Config::kValueHeadDim / 4 + 31) / 32;
+  float4 o[kQuads];
+  float max;
+  float sum;
+
+  // Dim of the lane's quad; past the end where heads are shorter than 128.
+  __device__ __forceinline__ static int dim(int quad) { return (quad * 32 + int(threadIdx.x % 32)) * 4; }
+
+  __device__ __forceinline__ void clear() {
+    max = -INFINITY;
+    sum = 0.f;
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) o[quad] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  __device__ __forceinline__ void add(int quad, float weight, const float4& x) {
+    o[quad].x += weight * x.x;
+    o[quad].y += weight * x.y;
+    o[quad].z += weight * x.z;
+    o[quad].w += weight * x.w;
+  }
+};
+
+// The largest of all lanes. NaN counts as the largest or the smallest, by its sign: where there is one, the sum is NaN too.
+__device__ __forceinline__ float max_of_lanes(float x) {
+  const int bits = __float_as_int(x);
+  const int ordered = bits ^ (bits >> 31 & INT_MAX);  // as integers in the order of the floats
+  const int max = __reduce_max_sync(~0u, ordered);
+  return __int_as_float(max ^ (max >> 31 & INT_MAX));
+}
+
+// exp(x - max).
+__device__ __forceinline__ float weight_of(float x, float max) {
+  return exp2_fast((x - finite_or_zero(max)) * float(kLog2e));
+}
+
+__device__ __forceinline__ bool has_weight(float sum) {  // NaN counts: it must reach the output
+  return !(sum <= 0.f);
+}
+
+// The shares that a row waits for: a slot for each, `step` apart, without the one at `skip`; the last lies `last` further on.
+struct Others {
+  int count;
+  int first;
+  int step;
+  int skip;
+  int last;
+
+  __device__ __forceinline__ int slot(int i) const {
+    return first + i * step + (i >= skip ? 1 : 0) + (i == count - 1 ? last : 0);
+  }
+};
+
+// kFan neighbouring shares of a pair, or what is left of it. The pair's last share is no joiner: its block may have other
+// pieces to do.
+struct Group {
+  int begin;
+  int size;
+  int joiners;  // a power of two
+
+  __device__ __forceinline__ Group(const Share& share, int index) {
+    begin = index * kFan;
+    size = min(kFan, share.splits - begin);
+    const int able = size - (begin + size == share.splits ? 1 : 0);
+    joiners = able >= 4 ? 4 : able >= 2 ? 2 : 1;
+  }
+  // Neighbouring rows stay together: their warps have a scheduler each.
+  __device__ __forceinline__ int joiner_of(int n) const { return n / 2 & (joiners - 1); }
+};
+
+template <class Config>
+__device__ __forceinline__ void pass_share(float* share, const Row<Config>& row) {
+#pragma unroll
+  for (int quad = 0; quad < Row<Config>::kQuads; ++quad)
+    if (row.dim(quad) < Config::kValueHeadDim) global::pass(share + row.dim(quad), row.o[quad]);
+  if (threadIdx.x % 32 == 0) global::pass(share + Config::kValueHeadDim, make_float2(row.max, row.sum));
+}
+
+// Adds shares to a row, in their order, as soon as they are there. Lane i brings maximum and sum of share i. No step
+// depends on how many there are: what is not loaded counts as there and has no weight.
+template <class Config>
+__device__ __forceinline__ void add_shares(const DecodeParams& p, const Others& others, int n,
+                                           Row<Config>& row) {
+  constexpr int kQuads = Row<Config>::kQuads, kBatch = kFan / kQuads;  // loads in flight
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int begin = 0; begin < others.count; begin += kBatch) {
+    const int count = min(kBatch, others.count - begin);
+    const float* of_lane =
+        share_at<Config>(p, others.slot(begin + min(lane, count - 1)), n) + Config::kValueHeadDim;
+    float2 stats = make_float2(-INFINITY, -0.f);
+    float4 o[kBatch][kQuads];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i)
+#pragma unroll
+      for (int quad = 0; quad < kQuads; ++quad) o[i][quad] = make_float4(-0.f, -0.f, -0.f, -0.f);
+    bool there;
+    do {
+      if (lane < count) global::load_relaxed(of_lane, stats);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const float* share = share_at<Config>(p, others.slot(begin + i), n);
+#pragma unroll
+        for (int quad = 0; quad < kQuads; ++quad)
+          if (i < count && row.dim(quad) < Config::kValueHeadDim)
+            global::load_relaxed(share + row.dim(quad), o[i][quad]);
+      }
+      there = global::is_passed(stats);
+#pragma unroll
+      for (int quad = 0; quad < kQuads; ++quad) there &= global::are_passed(o, quad);
+    } while (!__all_sync(~0u, there));
+    const float max = fmaxf(row.max, max_of_lanes(stats.x));
+    const float weight = weight_of(stats.x, max), kept = weight_of(row.max, max);
+    float sum = weight * stats.y;
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad)
+      row.o[quad] = {row.o[quad].x * kept, row.o[quad].y * kept, row.o[quad].z * kept, row.o[quad].w * kept};
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const float of_share = __shfl_sync(~0u, weight, i);
+#pragma unroll
+      for (int quad = 0; quad < kQuads; ++quad) row.add(quad, of_share, o[i][quad]);
+    }
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+    row.max = max;
+    row.sum = row.sum * kept + sum;
+  }
+}
+
+// Zeros again, for the next launch; by the warp that has read the shares, when its row has gone on.
+template <class Config>
+__device__ __forceinline__ void clear_shares(const DecodeParams& p, const Others& others, int n) {
+#pragma unroll 2
+  for (int i = 0; i < others.count; ++i) {
+    float* share = share_at<Config>(p, others.slot(i), n);
+#pragma unroll
+    for (int quad = 0; quad < Row<Config>::kQuads; ++quad)
+      if (Row<Config>::dim(quad) < Config::kValueHeadDim)
+        *reinterpret_cast<float4*>(share + Row<Config>::dim(quad)) = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (threadIdx.x % 32 == 0)
+      *reinterpret_cast<float2*>(share + Config::kValueHeadDim) = make_float2(0.f, 0.f);
+  }
+}
+
+// A row of a piece becomes that of its pair and is written, or goes to the block that waits for it.
+template <class Config, class Write>
+__device__ __forceinline__ void join_blocks(const DecodeParams& p, const Share& share, int n,
+                                            Row<Config>& row, Write&& write) {
+  Others near = {0, 0, 0, 0, 0}, far = near;
+  bool waits = true, passes = false;
+  if constexpr (Config::kSchedule == kInvariant) {
+    // Which pieces a worker has must not matter: all shares take the same way.
+    if (share.splits > 1) {
+      pass_share<Config>(share_at<Config>(p, share.first + share.split, n), row);
+      waits = share.joins;
+      near = {share.splits, share.first, 1, INT_MAX, 0};
+      row.clear();
+    }
+  } else if (share.splits > 1) {
+    const Group group(share, share.split / kFan);
+    const int joiner = group.joiner_of(n), groups = (share.splits + kFan - 1) / kFan;
+    waits = share.split == group.begin + joiner;
+    passes = !waits || group.begin > 0;
+    near = {group.size - 1, share.first + group.begin, 1, joiner, 0};
+    if (group.begin == 0 && groups > 1) {
+      const Group second(share, 1), last(share, groups - 1);
+      far = {groups - 1, share.first + kFan + second.joiner_of(n), kFan, INT_MAX,
+             last.joiner_of(n) - second.joiner_of(n)};
+    }
+  }
+  if (waits) {
+#pragma unroll 1
+    for (int level = 0; level < 2; ++level) add_shares<Config>(p, level == 0 ? near : far, n, row);
+  }
+  if (passes) {
+    pass_share<Config>(share_at<Config>(p, share.first + share.split, n), row);
+  } else if (waits) {
+    write(row);
+  }
+  if (waits) {
+#pragma unroll 1
+    for (int level = 0; level < 2; ++level) clear_shares<Config>(p, level == 0 ? near : far, n);
+  }
+}
+
+}  // namespace hpcjit::attention
