@@ -19,21 +19,15 @@ namespace hpcjit::attention {
 
 constexpr int kFan = 12, kJoiners = 4;
 
-// Slot `slot`, query row n: O, then maximum and sum. Two words more keep what follows aligned; they stay zero.
-template <class Config>
-__device__ __forceinline__ float* share_at(const DecodeParams& p, int slot, int n) {
-  using S = Shape<Config>;
-  return p.counters + (int64_t(slot) * S::kRows + n) * (S::kDimV + 4);
-}
-
-// Under the dynamic schedule each worker has one slot: at most one of its pieces is a part of a pair that another begins.
+// Under the dynamic schedule each worker has two slots: for the part of a pair that another begins, and for that of one that
+// goes on with another.
 template <class Config>
 __device__ __forceinline__ Share share_of(const DecodeParams& p, const Small<Config>& small,
                                           const Piece& piece) {
   const int pair = piece.request * int(p.num_kv_heads) + piece.head;
   if constexpr (Config::kSchedule == kStatic) {
     const int share = max(1, (piece.count + int(p.splits) - 1) / int(p.splits));
-    return {piece.begin / share, max(1, (piece.count + share - 1) / share), pair * int(p.splits), false};
+    return {piece.begin / share, max(1, (piece.count + share - 1) / share), pair * int(p.splits), 0, false};
   } else if constexpr (Config::kSchedule == kInvariant) {
     const int share = int(p.splits);
     const auto in_pair = [&](const auto& cut) {
@@ -41,15 +35,15 @@ __device__ __forceinline__ Share share_of(const DecodeParams& p, const Small<Con
     };
     const bool first = !in_pair(small.cuts[0]) || small.cuts[0].tile == 0;
     const bool last = piece.end == piece.count || (in_pair(small.cuts[1]) && piece.end == small.cuts[1].tile);
-    return {piece.begin / share, max(1, (piece.count + share - 1) / share), pair * int(p.max_pieces),
+    return {piece.begin / share, max(1, (piece.count + share - 1) / share), pair * int(p.max_pieces), 0,
             first && last};
   } else {
-    if (piece.begin == 0 && piece.end == piece.count) return {0, 1, 0, false};
+    if (piece.begin == 0 && piece.end == piece.count) return {0, 1, 0, 0, false};
     // Only a pair that is cut can be in parts, so its start is that of a cut.
     const auto start = small.cuts[piece.begin > 0 ? 0 : 1].start;
     const int first = sched::worker_of(small.axis, start, 0, piece.count);
     const int last = sched::worker_of(small.axis, start, piece.count - 1, piece.count);
-    return {small.worker - first, last - first + 1, first, false};
+    return {small.worker - first, last - first + 1, first, int(p.workers), false};
   }
 }
 
@@ -95,7 +89,23 @@ __device__ __forceinline__ bool has_weight(float sum) {  // NaN counts: it must 
   return !(sum <= 0.f);
 }
 
-// The shares that a row waits for: a slot for each, `step` apart, without the one at `skip`; the last lies `last` further on.
+// Where the shares of a query row lie: O, then maximum and sum. Two words more keep what follows aligned; they stay zero.
+template <class Config>
+struct Slots {
+  using S = Shape<Config>;
+  static constexpr int kPitch = S::kRows * (S::kDimV + 4) * 4;  // bytes
+  char* base;                                                   // of split 1, were it in slot 1
+  int begin;
+
+  __device__ __forceinline__ Slots(const DecodeParams& p, const Share& share, int n)
+      : base(reinterpret_cast<char*>(p.counters + n * (S::kDimV + 4)) + int64_t(share.first) * kPitch),
+        begin(share.begin) {}
+  __device__ __forceinline__ float* of(int split) const {
+    return reinterpret_cast<float*>(base + int64_t(split == 0 ? begin : split) * kPitch);
+  }
+};
+
+// The shares that a row waits for: `count` of them, `step` apart, without the one at `skip`; the last lies `last` further on.
 struct Others {
   int count;
   int first;
@@ -103,7 +113,7 @@ struct Others {
   int skip;
   int last;
 
-  __device__ __forceinline__ int slot(int i) const {
+  __device__ __forceinline__ int split(int i) const {
     return first + i * step + (i >= skip ? 1 : 0) + (i == count - 1 ? last : 0);
   }
 };
@@ -133,18 +143,17 @@ __device__ __forceinline__ void pass_share(float* share, const Row<Config>& row)
   if (threadIdx.x % 32 == 0) global::pass(share + Config::kValueHeadDim, make_float2(row.max, row.sum));
 }
 
-// Adds shares to a row, in their order, as soon as they are there. Lane i brings maximum and sum of share i. No step
-// depends on how many there are: what is not loaded counts as there and has no weight.
+// Adds shares to a row, in their order, as soon as they are there. Lane i brings maximum and sum of share i. Apart from the
+// loads no step depends on how many there are: what is not loaded counts as there and has no weight.
 template <class Config>
-__device__ __forceinline__ void add_shares(const DecodeParams& p, const Others& others, int n,
+__device__ __forceinline__ void add_shares(const Slots<Config>& slots, const Others& others,
                                            Row<Config>& row) {
   constexpr int kQuads = Row<Config>::kQuads, kBatch = kFan / kQuads;  // loads in flight
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int begin = 0; begin < others.count; begin += kBatch) {
     const int count = min(kBatch, others.count - begin);
-    const float* of_lane =
-        share_at<Config>(p, others.slot(begin + min(lane, count - 1)), n) + Config::kValueHeadDim;
+    const float* of_lane = slots.of(others.split(begin + min(lane, count - 1))) + Config::kValueHeadDim;
     float2 stats = make_float2(-INFINITY, -0.f);
     float4 o[kBatch][kQuads];
 #pragma unroll
@@ -156,11 +165,11 @@ __device__ __forceinline__ void add_shares(const DecodeParams& p, const Others& 
       if (lane < count) global::load_relaxed(of_lane, stats);
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const float* share = share_at<Config>(p, others.slot(begin + i), n);
+        if (i >= count) break;
+        const float* share = slots.of(others.split(begin + i));
 #pragma unroll
         for (int quad = 0; quad < kQuads; ++quad)
-          if (i < count && row.dim(quad) < Config::kValueHeadDim)
-            global::load_relaxed(share + row.dim(quad), o[i][quad]);
+          if (row.dim(quad) < Config::kValueHeadDim) global::load_relaxed(share + row.dim(quad), o[i][quad]);
       }
       there = global::is_passed(stats);
 #pragma unroll
@@ -168,7 +177,7 @@ __device__ __forceinline__ void add_shares(const DecodeParams& p, const Others& 
     } while (!__all_sync(~0u, there));
     const float max = fmaxf(row.max, max_of_lanes(stats.x));
     const float weight = weight_of(stats.x, max), kept = weight_of(row.max, max);
-    float sum = weight * stats.y;
+    row.max = max;
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad)
       row.o[quad] = {row.o[quad].x * kept, row.o[quad].y * kept, row.o[quad].z * kept, row.o[quad].w * kept};
@@ -178,19 +187,19 @@ __device__ __forceinline__ void add_shares(const DecodeParams& p, const Others& 
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad) row.add(quad, of_share, o[i][quad]);
     }
+    float sum = weight * stats.y;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-    row.max = max;
     row.sum = row.sum * kept + sum;
   }
 }
 
 // Zeros again, for the next launch; by the warp that has read the shares, when its row has gone on.
 template <class Config>
-__device__ __forceinline__ void clear_shares(const DecodeParams& p, const Others& others, int n) {
-#pragma unroll 2
+__device__ __forceinline__ void clear_shares(const Slots<Config>& slots, const Others& others) {
+#pragma unroll 1
   for (int i = 0; i < others.count; ++i) {
-    float* share = share_at<Config>(p, others.slot(i), n);
+    float* share = slots.of(others.split(i));
 #pragma unroll
     for (int quad = 0; quad < Row<Config>::kQuads; ++quad)
       if (Row<Config>::dim(quad) < Config::kValueHeadDim)
@@ -204,41 +213,36 @@ __device__ __forceinline__ void clear_shares(const DecodeParams& p, const Others
 template <class Config, class Write>
 __device__ __forceinline__ void join_blocks(const DecodeParams& p, const Share& share, int n,
                                             Row<Config>& row, Write&& write) {
-  Others near = {0, 0, 0, 0, 0}, far = near;
-  bool waits = true, passes = false;
+  if (share.splits == 1) {
+    write(row);
+    return;
+  }
+  const Slots<Config> slots(p, share, n);
+  const Group group(share, share.split / kFan);
+  const int joiner = group.joiner_of(n), groups = (share.splits + kFan - 1) / kFan;
+  int levels = share.split != group.begin + joiner ? 0 : group.begin > 0 || groups == 1 ? 1 : 2;
+  bool passes = levels == 0 || group.begin > 0;
   if constexpr (Config::kSchedule == kInvariant) {
     // Which pieces a worker has must not matter: all shares take the same way.
-    if (share.splits > 1) {
-      pass_share<Config>(share_at<Config>(p, share.first + share.split, n), row);
-      waits = share.joins;
-      near = {share.splits, share.first, 1, INT_MAX, 0};
-      row.clear();
-    }
-  } else if (share.splits > 1) {
-    const Group group(share, share.split / kFan);
-    const int joiner = group.joiner_of(n), groups = (share.splits + kFan - 1) / kFan;
-    waits = share.split == group.begin + joiner;
-    passes = !waits || group.begin > 0;
-    near = {group.size - 1, share.first + group.begin, 1, joiner, 0};
-    if (group.begin == 0 && groups > 1) {
-      const Group second(share, 1), last(share, groups - 1);
-      far = {groups - 1, share.first + kFan + second.joiner_of(n), kFan, INT_MAX,
-             last.joiner_of(n) - second.joiner_of(n)};
-    }
+    pass_share<Config>(slots.of(share.split), row);
+    levels = share.joins;
+    row.clear();
   }
-  if (waits) {
+  const auto others = [&](int level) -> Others {
+    if (Config::kSchedule == kInvariant) return {share.splits, 0, 1, INT_MAX, 0};
+    if (level == 0) return {group.size - 1, group.begin, 1, joiner, 0};
+    const int usual = Group(share, 1).joiner_of(n), last = Group(share, groups - 1).joiner_of(n);
+    return {groups - 1, kFan + usual, kFan, INT_MAX, last - usual};
+  };
 #pragma unroll 1
-    for (int level = 0; level < 2; ++level) add_shares<Config>(p, level == 0 ? near : far, n, row);
-  }
-  if (passes) {
-    pass_share<Config>(share_at<Config>(p, share.first + share.split, n), row);
-  } else if (waits) {
+  for (int level = 0; level < levels; ++level) add_shares<Config>(slots, others(level), row);
+  if (Config::kSchedule != kInvariant && passes) {
+    pass_share<Config>(slots.of(share.split), row);
+  } else if (levels > 0) {
     write(row);
   }
-  if (waits) {
 #pragma unroll 1
-    for (int level = 0; level < 2; ++level) clear_shares<Config>(p, level == 0 ? near : far, n);
-  }
+  for (int level = 0; level < levels; ++level) clear_shares<Config>(slots, others(level));
 }
 
 }  // namespace hpcjit::attention

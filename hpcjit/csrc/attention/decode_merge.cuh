@@ -78,7 +78,7 @@ __device__ __forceinline__ void store_sums(const State<Config>& state, Small<Con
     }
 }
 
-// Row n over all teams, in their order. Lane t brings maximum and sum of team t and the place of its O.
+// Row n over all teams, in their order. Lane t brings maximum and sum of team t and the stage with its O.
 template <class Config>
 __device__ __forceinline__ void join_teams(const Smem<Config>& smem, int n, Row<Config>& row) {
   using S = Shape<Config>;
@@ -86,24 +86,29 @@ __device__ __forceinline__ void join_teams(const Smem<Config>& smem, int n, Row<
   const Small<Config>& small = smem.small();
   const int team_of_lane = threadIdx.x % S::kTeams;
   const float2 stats = small.stats[n][team_of_lane];
-  const int place = int(
-      reinterpret_cast<unsigned char*>(smem.sums(team_of_lane, small.free_stage[team_of_lane])) - smem.base);
-  row.max = max_of_lanes(stats.x);
-  const float weight = weight_of(stats.x, row.max);
-  row.sum = weight * stats.y;
-#pragma unroll
-  for (int offset = 1; offset < S::kTeams; offset *= 2) row.sum += __shfl_xor_sync(~0u, row.sum, offset);
-#pragma unroll
-  for (int quad = 0; quad < row.kQuads; ++quad) row.o[quad] = make_float4(0.f, 0.f, 0.f, 0.f);
+  const int stage = small.free_stage[team_of_lane];
+  float4 o[S::kTeams][row.kQuads];
 #pragma unroll
   for (int team = 0; team < S::kTeams; ++team) {
-    const float of_team = __shfl_sync(~0u, weight, team);
-    const auto* o = reinterpret_cast<const float*>(smem.base + __shfl_sync(~0u, place, team)) + n * S::kDimV;
+    const float* sums = smem.sums(team, __shfl_sync(~0u, stage, team)) + n * S::kDimV;
 #pragma unroll
     for (int quad = 0; quad < row.kQuads; ++quad)
       if (row.dim(quad) < S::kDimV)
-        row.add(quad, of_team, *reinterpret_cast<const float4*>(o + (row.dim(quad) ^ (8 * (n / 2 % 4)))));
+        o[team][quad] = *reinterpret_cast<const float4*>(sums + (row.dim(quad) ^ (8 * (n / 2 % 4))));
   }
+  row.clear();
+  row.max = max_of_lanes(stats.x);
+  const float weight = weight_of(stats.x, row.max);
+#pragma unroll
+  for (int team = 0; team < S::kTeams; ++team) {
+    const float of_team = __shfl_sync(~0u, weight, team);
+#pragma unroll
+    for (int quad = 0; quad < row.kQuads; ++quad)
+      if (row.dim(quad) < S::kDimV) row.add(quad, of_team, o[team][quad]);
+  }
+  row.sum = weight * stats.y;
+#pragma unroll
+  for (int offset = 1; offset < S::kTeams; offset *= 2) row.sum += __shfl_xor_sync(~0u, row.sum, offset);
 }
 
 // After the last tile of a piece, all warps: sums to output, or to whom they are passed on.

@@ -131,12 +131,13 @@ struct Request {
   int q_start;
 };
 
-// Part `split` of the `splits` of a pair. Its slot is `first` + split. Under the invariant schedule: whether the worker of this
-// piece joins the pair, and has now done all of its own pieces.
+// Part `split` of the `splits` of a pair. Its slot is `first` + split, or `first` + `begin` for split 0. Under the invariant
+// schedule: whether the worker of this piece joins the pair, and has now done all of its own pieces.
 struct Share {
   int split;
   int splits;
   int first;
+  int begin;
   bool joins;
 };
 

@@ -187,7 +187,7 @@ class Work:
         if schedule == "invariant":
             pieces = -(-shape.capacity // INVARIANT_TOKENS) + 1  # a window may begin inside of a tile
             return cls(sms, INVARIANT_TOKENS // tile, pieces, pairs * pieces)
-        return cls(sms, 0, 0, sms)
+        return cls(sms, 0, 0, 2 * sms)
 
 
 def memory(shape: Sizes, work: Work) -> int:
