@@ -153,28 +153,34 @@ __device__ __forceinline__ void add_shares(const Slots<Config>& slots, const Oth
 #pragma unroll 1
   for (int begin = 0; begin < others.count; begin += kBatch) {
     const int count = min(kBatch, others.count - begin);
-    const float* of_lane = slots.of(others.split(begin + min(lane, count - 1))) + Config::kValueHeadDim;
+    float* of_lane = slots.of(others.split(begin + min(lane, count - 1))) + Config::kValueHeadDim;
     float2 stats = make_float2(-INFINITY, -0.f);
     float4 o[kBatch][kQuads];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i)
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad) o[i][quad] = make_float4(-0.f, -0.f, -0.f, -0.f);
-    bool there;
-    do {
-      if (lane < count) global::load_relaxed(of_lane, stats);
+    const auto each = [&](auto&& f) {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         if (i >= count) break;
-        const float* share = slots.of(others.split(begin + i));
+        float* share = slots.of(others.split(begin + i));
 #pragma unroll
         for (int quad = 0; quad < kQuads; ++quad)
-          if (row.dim(quad) < Config::kValueHeadDim) global::load_relaxed(share + row.dim(quad), o[i][quad]);
+          if (row.dim(quad) < Config::kValueHeadDim) f(share + row.dim(quad), o[i][quad]);
       }
+    };
+    bool there;
+    do {
+      if (lane < count) global::load_relaxed(of_lane, stats);
+      each([](const float* share, float4& x) { global::load_relaxed(share, x); });
       there = global::is_passed(stats);
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad) there &= global::are_passed(o, quad);
     } while (!__all_sync(~0u, there));
+    // Zeros again, for the next launch.
+    if (lane < count) *reinterpret_cast<float2*>(of_lane) = make_float2(0.f, 0.f);
+    each([](float* share, float4&) { *reinterpret_cast<float4*>(share) = make_float4(0.f, 0.f, 0.f, 0.f); });
     const float max = fmaxf(row.max, max_of_lanes(stats.x));
     const float weight = weight_of(stats.x, max), kept = weight_of(row.max, max);
     row.max = max;
@@ -191,21 +197,6 @@ __device__ __forceinline__ void add_shares(const Slots<Config>& slots, const Oth
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
     row.sum = row.sum * kept + sum;
-  }
-}
-
-// Zeros again, for the next launch; by the warp that has read the shares, when its row has gone on.
-template <class Config>
-__device__ __forceinline__ void clear_shares(const Slots<Config>& slots, const Others& others) {
-#pragma unroll 1
-  for (int i = 0; i < others.count; ++i) {
-    float* share = slots.of(others.split(i));
-#pragma unroll
-    for (int quad = 0; quad < Row<Config>::kQuads; ++quad)
-      if (Row<Config>::dim(quad) < Config::kValueHeadDim)
-        *reinterpret_cast<float4*>(share + Row<Config>::dim(quad)) = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (threadIdx.x % 32 == 0)
-      *reinterpret_cast<float2*>(share + Config::kValueHeadDim) = make_float2(0.f, 0.f);
   }
 }
 
@@ -241,8 +232,6 @@ __device__ __forceinline__ void join_blocks(const DecodeParams& p, const Share& 
   } else if (levels > 0) {
     write(row);
   }
-#pragma unroll 1
-  for (int level = 0; level < levels; ++level) clear_shares<Config>(slots, others(level));
 }
 
 }  // namespace hpcjit::attention
