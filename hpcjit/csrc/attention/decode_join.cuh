@@ -17,7 +17,7 @@
 
 namespace hpcjit::attention {
 
-constexpr int kFan = 12, kJoiners = 2;
+constexpr int kFan = 12, kJoiners = 4;
 
 // Under the dynamic schedule each worker has two slots: for the part of a pair that another begins, and for that of one that
 // goes on with another.
@@ -129,10 +129,10 @@ struct Group {
     begin = index * kFan;
     size = min(kFan, share.splits - begin);
     const int able = size - (begin + size == share.splits ? 1 : 0);
-    joiners = min(kJoiners, able >= 4 ? 4 : able >= 2 ? 2 : 1);
+    joiners = able >= 4 ? 4 : able >= 2 ? 2 : 1;
   }
   // Neighbouring rows stay together: their warps have a scheduler each.
-  __device__ __forceinline__ int joiner_of(int n) const { return n / (8 / kJoiners) & (joiners - 1); }
+  __device__ __forceinline__ int joiner_of(int n) const { return n / 2 & (joiners - 1); }
 };
 
 template <class Config>

@@ -101,15 +101,8 @@ struct Producer {
     walk.begin(p, small);
     tile = team;
     more = walk.piece(p, piece);
-#pragma unroll 1  // what runs once is paid for by its length
-    for (int i = 0; i < kAhead; ++i) ask(p, guess);
-  }
-
-  // Asks for one tile more; the first of those asked for is forgotten.
-  __device__ __forceinline__ void ask(const DecodeParams& p, bool guess) {
 #pragma unroll
-    for (int i = 1; i < kAhead; ++i) asked[i - 1] = asked[i];
-    asked[kAhead - 1] = next(p, guess);
+    for (int i = 0; i < kAhead; ++i) asked[i] = next(p, guess);
   }
 
   __device__ __forceinline__ Tile<Config> next(const DecodeParams& p, bool guess) {
@@ -202,7 +195,9 @@ __device__ __forceinline__ void start_copies(const DecodeParams& p, Producer<Con
     copy_rows<Config, typename S::V>(tile, page, target + S::K::kBytes, p.v_cache, p.v_page_stride,
                                      p.v_slot_stride, p.v_head_stride, policy);
     if constexpr (S::kTokenScales) copy_scales<Config>(p, tile, page, smem.scales(team, stage));
-    from.ask(p, false);
+#pragma unroll
+    for (int i = 1; i < Producer<Config>::kAhead; ++i) from.asked[i - 1] = from.asked[i];
+    from.asked[Producer<Config>::kAhead - 1] = from.next(p, false);
   }
   copy::commit();
 }

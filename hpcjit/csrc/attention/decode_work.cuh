@@ -64,7 +64,6 @@ __device__ __forceinline__ void find_cuts(const DecodeParams& p, Small<Config>& 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   Int own = 0;
   int longest = 0;
-#pragma unroll 1
   for (int b = begin; b < end; ++b) {
     const int count = tiles_of<Config>(p, b == begin ? first : request_of<Config>(p, b, guess)).count;
     own += 2 * margin + count;
