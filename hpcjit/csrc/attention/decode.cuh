@@ -35,26 +35,29 @@ template <class Config>
 __device__ __forceinline__ bool begin_work(const DecodeParams& p, const Smem<Config>& smem, int team,
                                            int first_row, Producer<Config>& producer, Walk<Config>& walk,
                                            Piece& piece, Queries<Config>& queries, uint64_t policy) {
-  constexpr int kThreads = Shape<Config>::kThreads, kAhead = Producer<Config>::kAhead;
+  constexpr int kAhead = Producer<Config>::kAhead;
   Small<Config>& small = smem.small();
-  const int batch = int(p.batch), run = (batch + kThreads - 1) / kThreads;
-  const int begin = min(int(threadIdx.x) * run, batch), end = min(begin + run, batch);
-  const int first = min(begin, batch - 1);
+  const int batch = int(p.batch);
+  const Run<Config> run(batch);
+  const int first = min(run.begin, batch - 1);
   const bool early = Config::kEarly && Config::kSchedule != kStatic && p.fault == nullptr;
   if (!early) wait_for_predecessor<Config>();
   Request own = request_of<Config>(p, first, early);
+  const sched::Divisor workers(int(gridDim.x));
 #pragma unroll 1
   for (bool guess = early;; guess = false) {
-    if constexpr (Config::kSchedule != kStatic) find_cuts<Config>(p, small, begin, end, own, guess);
+    if constexpr (Config::kSchedule != kStatic) find_cuts<Config>(p, small, run, own, workers, guess);
     producer.begin(p, small, team, guess);
+    walk.begin(p, small);
+    const bool any = walk.piece(p, piece);
+    if (any) queries.aim(p, walk.request, piece.head, first_row);
     Request now = own;
     int guessed[kAhead], pages[kAhead];
     if (guess) {
+      const bool covered = !__syncthreads_or(int(run.end - run.begin > 1 || producer.walk.beyond));
       hint_tile<Config>(p, producer.asked[0]);
-      if (threadIdx.x / 32 == Config::kWarps - 1 && small.cuts[0].request < batch)
-        touch_queries<Config>(p, small.of_cut[0], small.cuts[0].head,
-                              [](const void* row) { prefetch_l2(row); });
-      const bool covered = !__syncthreads_or(int(run > 1 || producer.walk.beyond));
+      if (any && threadIdx.x / 32 == Config::kWarps - 1)
+        touch_queries<Config>(p, walk.request, piece.head, [](const void* row) { prefetch_l2(row); });
       wait_for_predecessor<Config>();
       now = request_of<Config>(p, first, false);
       if (!covered) {
@@ -67,9 +70,7 @@ __device__ __forceinline__ bool begin_work(const DecodeParams& p, const Smem<Con
         pages[i] = producer.asked[i].entry(p, false);
       }
     }
-    walk.begin(p, small);
-    const bool any = walk.piece(p, piece);
-    if (any) queries.fetch(p, walk.request, piece.head, first_row);
+    if (any) queries.fetch();
 #pragma unroll 1
     for (int stage = 0; stage < Config::kStages - 1; ++stage)
       start_copies<Config>(p, producer, smem, team, stage, policy);
@@ -139,7 +140,10 @@ __global__ void __launch_bounds__(Config::kWarps * 32, Config::kBlocksPerSm)
     close<Config>(p, state, smem, r, piece, team, first_row, free_stage);
     walk.advance(p, piece, false);
     more = walk.piece(p, piece);
-    if (more) queries.fetch(p, walk.request, piece.head, first_row);
+    if (more) {
+      queries.aim(p, walk.request, piece.head, first_row);
+      queries.fetch();
+    }
   }
   pdl::trigger_at<Config::kTrigger, pdl::kAtEnd>();
 }

@@ -17,7 +17,7 @@
 
 namespace hpcjit::attention {
 
-constexpr int kFan = 12, kJoiners = 4;
+constexpr int kFan = 12, kJoiners = 2;
 
 // Under the dynamic schedule each worker has two slots: for the part of a pair that another begins, and for that of one that
 // goes on with another.
@@ -43,7 +43,7 @@ __device__ __forceinline__ Share share_of(const DecodeParams& p, const Small<Con
     const auto start = small.cuts[piece.begin > 0 ? 0 : 1].start;
     const int first = sched::worker_of(small.axis, start, 0, piece.count);
     const int last = sched::worker_of(small.axis, start, piece.count - 1, piece.count);
-    return {small.worker - first, last - first + 1, first, int(p.workers), false};
+    return {own_worker() - first, last - first + 1, first, int(p.workers), false};
   }
 }
 
@@ -123,16 +123,15 @@ struct Others {
 struct Group {
   int begin;
   int size;
-  int joiners;  // a power of two
+  int joiners;
 
   __device__ __forceinline__ Group(const Share& share, int index) {
     begin = index * kFan;
     size = min(kFan, share.splits - begin);
-    const int able = size - (begin + size == share.splits ? 1 : 0);
-    joiners = able >= 4 ? 4 : able >= 2 ? 2 : 1;
+    joiners = max(1, min(kJoiners, size - (begin + size == share.splits ? 1 : 0)));
   }
-  // Neighbouring rows stay together: their warps have a scheduler each.
-  __device__ __forceinline__ int joiner_of(int n) const { return n / 2 & (joiners - 1); }
+  // Four neighbouring rows stay together: their warps have a scheduler each.
+  __device__ __forceinline__ int joiner_of(int n) const { return n / 4 % 2 & (joiners - 1); }
 };
 
 template <class Config>

@@ -144,15 +144,14 @@ struct Share {
 template <class Config>
 struct Small {
   using S = Shape<Config>;
-  float2 stats[S::kRows][S::kTeams];  // maximum and sum
-  int free_stage[S::kTeams];          // that holds the sums of a team
-  typename Config::axis_t scan[Config::kWarps];
-  int longest[Config::kWarps];
+  float2 stats[S::kRows][S::kTeams];                          // maximum and sum
+  int free_stage[S::kTeams];                                  // that holds the sums of a team
+  alignas(16) typename Config::axis_t total[Config::kWarps];  // cost of a warp's requests
+  alignas(16) int longest[Config::kWarps];                    // most tiles of one of them
   int touched[Config::kWarps];
   sched::Cut<typename Config::axis_t> cuts[2];
   Request of_cut[2];
   sched::Axis<typename Config::axis_t> axis;
-  int worker;   // that this block is
   Share share;  // of the piece in work
 };
 

@@ -33,43 +33,56 @@ struct State {
   float sum[kNt][2];  // of this lane's tokens only
 };
 
-// The query rows of a warp as they are in memory: 16 dims of each row per step, in the order that the K fragment has.
-// Apart from `open`, so that what comes next need not wait for them.
+// The query rows of a warp as they are in memory: 16 dims of each row per step, in the order that the K fragment has. Where
+// they are is found out before they are asked for, and they are not needed before `open`.
 template <class Config>
 struct Queries {
   using q_t = typename Config::q_t;
   static constexpr int kSteps = Config::kHeadDim / 16, kWords = sizeof(q_t) == 1 ? 1 : 2;
+  const q_t* row[Config::kRowTiles];  // null: none
+  const float* scale_of_row[Config::kRowTiles];
   uint32_t raw[Config::kRowTiles][kSteps][kWords];
   float scale[Config::kRowTiles];
 
-  __device__ __forceinline__ void fetch(const DecodeParams& p, const Request& r, int head, int first_row) {
+  __device__ __forceinline__ void aim(const DecodeParams& p, const Request& r, int head, int first_row) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int group = int(p.group);
 #pragma unroll
     for (int nt = 0; nt < Config::kRowTiles; ++nt) {
       const int n = first_row + nt * 8 + g;
       const int j = Config::kCausal ? n / group : 0;
-      const bool live = n < r.q_len * group;
       const int q_head = head * group + n - j * group;
-      const q_t* row =
+      const bool live = n < r.q_len * group;
+      const auto* start =
           static_cast<const q_t*>(p.q) + int64_t(r.q_start + j) * p.q_token_stride + q_head * p.q_head_stride;
+      row[nt] = live ? start + (Shape<Config>::kFp8 ? 4 : 2) * t : nullptr;
+      if constexpr (Config::kQScale)
+        scale_of_row[nt] =
+            p.q_scale + (r.q_start + j) * p.q_scale_token_stride + q_head * p.q_scale_head_stride;
+    }
+  }
+
+  __device__ __forceinline__ void fetch() {
+#pragma unroll
+    for (int nt = 0; nt < Config::kRowTiles; ++nt) {
       scale[nt] = 1.f;
       if constexpr (Config::kQScale)
-        if (live)
-          scale[nt] = p.q_scale[(r.q_start + j) * p.q_scale_token_stride + q_head * p.q_scale_head_stride];
+        if (row[nt] != nullptr) scale[nt] = *scale_of_row[nt];
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         uint32_t (&x)[kWords] = raw[nt][s];
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) x[i] = 0u;
+        if (row[nt] == nullptr) continue;
         if constexpr (sizeof(q_t) == 1) {
-          x[0] = live ? *reinterpret_cast<const uint32_t*>(row + 16 * s + 4 * t) : 0u;
+          x[0] = *reinterpret_cast<const uint32_t*>(row[nt] + 16 * s);
         } else if constexpr (Shape<Config>::kFp8) {
-          const uint2 both =
-              live ? *reinterpret_cast<const uint2*>(row + 16 * s + 4 * t) : make_uint2(0u, 0u);
+          const uint2 both = *reinterpret_cast<const uint2*>(row[nt] + 16 * s);
           x[0] = both.x;
           x[1] = both.y;
         } else {
-          x[0] = live ? *reinterpret_cast<const uint32_t*>(row + 16 * s + 2 * t) : 0u;
-          x[1] = live ? *reinterpret_cast<const uint32_t*>(row + 16 * s + 2 * t + 8) : 0u;
+          x[0] = *reinterpret_cast<const uint32_t*>(row[nt] + 16 * s);
+          x[1] = *reinterpret_cast<const uint32_t*>(row[nt] + 16 * s + 8);
         }
       }
     }

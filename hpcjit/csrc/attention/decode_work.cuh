@@ -7,10 +7,10 @@
 
 namespace hpcjit::attention {
 
-// The worker that a block is, of `workers` with work: the last of the axis starts first (decode_merge.cuh says why).
-// Negative without work: such blocks start last, so that they hold no multiprocessor back.
-__device__ __forceinline__ int own_worker(int workers) {
-  return workers - 1 - int(blockIdx.x);
+// The worker that a block is: the last of the axis starts first (decode_join.cuh says why), those without work last, so that
+// they hold no multiprocessor back.
+__device__ __forceinline__ int own_worker() {
+  return int(gridDim.x) - 1 - int(blockIdx.x);
 }
 
 // Position: request * table_width + column for a page id, -1 - request for a length.
@@ -54,20 +54,66 @@ __device__ __forceinline__ int cut_step(const DecodeParams& p) {
   return Config::kSchedule == kInvariant ? int(p.splits) : 1;
 }
 
-// All threads: this worker's cuts and the axis, in shared memory. Thread t sums a run of requests, the first of
-// which it has read; the thread whose run holds a cut finds it. Two barriers.
+// The requests of a thread. Up to half as many as there are threads, both halves of the block have all of them and a cut to
+// find each.
 template <class Config>
-__device__ __forceinline__ void find_cuts(const DecodeParams& p, Small<Config>& small, int begin, int end,
-                                          const Request& first, bool guess) {
+struct Run {
+  static constexpr int kThreads = Shape<Config>::kThreads;
+  int threads;  // that share the requests
+  int part;     // of the block, of such threads
+  int begin;
+  int end;
+
+  __device__ __forceinline__ explicit Run(int batch) {
+    threads = Config::kWarps > 1 && batch <= kThreads / 2 ? kThreads / 2 : kThreads;
+    part = int(threadIdx.x) / threads;
+    const int each = (batch + threads - 1) / threads;
+    begin = min((int(threadIdx.x) - part * threads) * each, batch);
+    end = min(begin + each, batch);
+  }
+};
+
+template <class Int>
+__device__ __forceinline__ Int sum_of_warp(Int x) {
+  if constexpr (sizeof(Int) == 4) return __reduce_add_sync(~0u, x);
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) x += __shfl_xor_sync(~0u, x, offset);
+  return x;
+}
+
+// All threads: this worker's cuts and the axis, in shared memory. The thread whose run of requests, of which it has read
+// `first`, holds a cut finds it. Two barriers. What comes before the sum of all costs counts: a division takes as long as
+// a third of a read of L2.
+template <class Config>
+__device__ __forceinline__ void find_cuts(const DecodeParams& p, Small<Config>& small, const Run<Config>& run,
+                                          const Request& first, const sched::Divisor& workers, bool guess) {
   using Int = typename Config::axis_t;
-  const int margin = int(p.margin);
+  const int margin = int(p.margin), heads = int(p.num_kv_heads);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int first_count = tiles_of<Config>(p, first).count;
   Int own = 0;
   int longest = 0;
-  for (int b = begin; b < end; ++b) {
-    const int count = tiles_of<Config>(p, b == begin ? first : request_of<Config>(p, b, guess)).count;
+  for (int b = run.begin; b < run.end; ++b) {
+    const int count =
+        b == run.begin ? first_count : tiles_of<Config>(p, request_of<Config>(p, b, guess)).count;
     own += 2 * margin + count;
     longest = max(longest, count);
+  }
+  const Int of_warp = sum_of_warp(own);
+  longest = __reduce_max_sync(~0u, longest);
+  if (lane == 0) {
+    small.total[warp] = of_warp;
+    small.longest[warp] = longest;
+  }
+  __syncthreads();
+  Int before = 0, total = 0;
+#pragma unroll
+  for (int w = 0; w < Config::kWarps; ++w) {
+    const bool same = w / (run.threads / 32) == run.part;
+    const Int sum = same ? small.total[w] : 0;
+    if (w < warp) before += sum;
+    total += sum;
+    longest = max(longest, small.longest[w]);
   }
   Int up_to = own;
 #pragma unroll
@@ -75,45 +121,24 @@ __device__ __forceinline__ void find_cuts(const DecodeParams& p, Small<Config>& 
     const Int other = __shfl_up_sync(~0u, up_to, offset);
     if (lane >= offset) up_to += other;
   }
-  longest = __reduce_max_sync(~0u, longest);
-  if (lane == 31) {
-    small.scan[warp] = up_to;
-    small.longest[warp] = longest;
-  }
-  __syncthreads();
-  Int before = 0, total = 0;
-#pragma unroll
-  for (int w = 0; w < Config::kWarps; ++w) {
-    const Int sum = small.scan[w];
-    if (w < warp) before += sum;
-    total += sum;
-    longest = max(longest, small.longest[w]);
-  }
-  const int heads = int(p.num_kv_heads);
   const Int all = heads * total;
-  const Int interval =
-      sched::interval_length<Int>(all, heads * int(p.batch), int(p.workers), 2 * margin + longest,
-                                  int(p.least), 2 * margin + int(p.whole), int(p.slack));
+  const Int interval = sched::interval_length<Int>(all, heads * int(p.batch), workers, 2 * margin + longest,
+                                                   int(p.least), 2 * margin + int(p.whole), int(p.slack));
+  const sched::Axis<Int> axis = {all, interval, margin, int(gridDim.x)};
   const Int run_begin = heads * (before + up_to - own), run_end = heads * (before + up_to);
-  const int worker = own_worker(int(sched::divide(Int(all + interval - 1), interval)));
-  if (threadIdx.x == 0) {
-    small.axis = {all, interval, margin};
-    small.worker = worker;
-  }
+  if (threadIdx.x == 0) small.axis = axis;
 #pragma unroll 1
-  for (int i = 0; i < 2; ++i) {
-    const Int x = worker < 0 ? all : (Int(worker) + i) * interval;
-    if (x >= all && threadIdx.x == 0) small.cuts[i] = {int(p.batch), 0, 0, all};
+  for (int i = run.part; i < 2; i += Shape<Config>::kThreads / run.threads) {
+    const Int x = sched::cut_position(axis, own_worker() + i);
+    if (x >= all && threadIdx.x % run.threads == 0) small.cuts[i] = {int(p.batch), 0, 0, all};
     if (x < run_begin || x >= run_end) continue;
     Int start = run_begin;
     Request r = first;
-    int b = begin, count = 0;
-    while (true) {
-      count = tiles_of<Config>(p, r).count;
-      const Int next = start + heads * (2 * margin + count);
-      if (x < next) break;
-      start = next;
+    int b = run.begin, count = first_count;
+    while (x - start >= heads * (2 * margin + count)) {
+      start += heads * (2 * margin + count);
       r = request_of<Config>(p, ++b, guess);
+      count = tiles_of<Config>(p, r).count;
     }
     auto cut = sched::cut_at<Int>(x, b, start, count, margin, cut_step<Config>(p));
     if (cut.head == heads) {
@@ -149,7 +174,7 @@ struct Walk {
   __device__ __forceinline__ void begin(const DecodeParams& p, const Small<Config>& small) {
     beyond = false;
     if constexpr (Config::kSchedule == kStatic) {
-      const int worker = own_worker(int(gridDim.x));
+      const int worker = own_worker();
       const int pair = worker / int(p.splits), split = worker - pair * int(p.splits);
       at_request = end_request = pair / int(p.num_kv_heads);
       at_head = end_head = pair - at_request * int(p.num_kv_heads);

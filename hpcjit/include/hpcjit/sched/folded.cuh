@@ -4,7 +4,7 @@
 // innermost, requests in order:
 //
 //   pair (b, h) owns [S, S + c_b)       S = num_heads * (c_0 + ... + c_{b-1}) + h * c_b
-//   worker i works on [i L, (i + 1) L)  L = ceil(total / workers), or more (see interval_length)
+//   worker i of n works on [total - (n - i) L, total - (n - i - 1) L)    L = ceil(total / n), or more (see interval_length)
 //   a cut at x in pair (b, h) falls before tile max(0, x - S - margin), or behind the pair if there is no such tile
 //
 // The margins before and behind the tiles are what it costs to open and to close a piece.
@@ -13,6 +13,8 @@
 // has at most two parts of pairs (its first and its last piece of work), and which workers share a pair follows
 // from S alone. Everything is integer, so host and device agree to the last tile. The method is that of
 // Stream-K (arXiv 2301.03598) on lengths instead of tiles of one product, with the cost of opening a piece.
+//
+// Intervals are counted from the end of the axis: where they are longer than need be, the first workers have no work.
 //
 // Int is the type of positions on the axis: 32 bits where the costs of full tables fit, for the divisions' sake.
 #pragma once
@@ -52,12 +54,39 @@ HPCJIT_BOTH Tiles tiles_of(int seq_len, int q_len, int window, int tile_tokens) 
   return {first, (seq_len - 1) / tile_tokens + 1 - first};
 }
 
+// Division by a number that is known before its dividends: most of the work is done beforehand.
+struct Divisor {
+  uint32_t by;
+  uint32_t inverse;
+
+  HPCJIT_BOTH explicit Divisor(int by) : by(by), inverse(~0u / uint32_t(by)) {}
+
+  HPCJIT_BOTH int32_t divide(int32_t a) const {  // a is not negative
+    uint32_t quotient = uint32_t(uint64_t(uint32_t(a)) * inverse >> 32), rest = uint32_t(a) - quotient * by;
+    for (int i = 0; i < 2; ++i)
+      if (rest >= by) {
+        ++quotient;
+        rest -= by;
+      }
+    return int32_t(quotient);
+  }
+  HPCJIT_BOTH int64_t divide(int64_t a) const { return sched::divide(a, int64_t(by)); }
+};
+
 template <class Int>
 struct Axis {
   Int total;     // cost of all pairs
   Int interval;  // L
   int margin;    // in tiles; at least 1
+  int workers;
 };
+
+// Where the work of worker i begins, which is where that of worker i - 1 ends; `workers` gives the end of the axis.
+template <class Int>
+HPCJIT_BOTH Int cut_position(const Axis<Int>& axis, int i) {
+  const Int x = axis.total - Int(axis.workers - i) * axis.interval;
+  return x > 0 ? x : 0;
+}
 
 // A boundary of an interval: before `tile` (counted from the request's first live tile) of pair (request, head).
 template <class Int>
@@ -73,9 +102,9 @@ struct Cut {
 // if that costs up to `whole`: below that a join costs more than it saves. Then equal pairs stay whole where there
 // is a worker for each.
 template <class Int>
-HPCJIT_BOTH Int interval_length(Int total, int pairs, int workers, int largest, int least, int whole,
-                                int slack) {
-  Int length = divide(Int(total + workers - 1), Int(workers));
+HPCJIT_BOTH Int interval_length(Int total, int pairs, const Divisor& workers, int largest, int least,
+                                int whole, int slack) {
+  Int length = workers.divide(Int(total + Int(workers.by) - 1));
   length = length > least ? length : least;
   if (largest <= whole && length < largest) length = largest;
   if (largest <= 0 || length <= 1 || total != Int(pairs) * largest) return length;
@@ -94,7 +123,7 @@ HPCJIT_BOTH Int interval_length(Int total, int pairs, int workers, int largest, 
 template <class Int>
 HPCJIT_BOTH Cut<Int> cut_at(Int x, int request, Int request_start, int count, int margin, int step) {
   const int cost = 2 * margin + count;
-  const int head = int(divide(Int(x - request_start), Int(cost)));
+  const int head = x - request_start < cost ? 0 : int(divide(Int(x - request_start), Int(cost)));
   const Int start = request_start + Int(head) * cost;
   const int offset = int(x - start) - margin;
   if (offset >= (count > 0 ? count : 1)) return {request, head + 1, 0, start + cost};
@@ -105,7 +134,8 @@ HPCJIT_BOTH Cut<Int> cut_at(Int x, int request, Int request_start, int count, in
 // whose cut is not behind it.
 template <class Int>
 HPCJIT_BOTH int worker_of(const Axis<Int>& axis, Int start, int tile, int count) {
-  return int(divide(Int(start + axis.margin + (count > 0 ? tile : 0)), axis.interval));
+  const Int behind = axis.total - 1 - (start + axis.margin + (count > 0 ? tile : 0));
+  return axis.workers - 1 - int(divide(behind, axis.interval));
 }
 
 }  // namespace hpcjit::sched
