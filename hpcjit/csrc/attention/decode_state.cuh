@@ -39,7 +39,8 @@ template <class Config>
 struct Queries {
   using q_t = typename Config::q_t;
   static constexpr int kSteps = Config::kHeadDim / 16, kWords = sizeof(q_t) == 1 ? 1 : 2;
-  const q_t* row[Config::kRowTiles];  // null: none
+  bool live[Config::kRowTiles];
+  const q_t* row[Config::kRowTiles];
   const float* scale_of_row[Config::kRowTiles];
   uint32_t raw[Config::kRowTiles][kSteps][kWords];
   float scale[Config::kRowTiles];
@@ -52,10 +53,9 @@ struct Queries {
       const int n = first_row + nt * 8 + g;
       const int j = Config::kCausal ? n / group : 0;
       const int q_head = head * group + n - j * group;
-      const bool live = n < r.q_len * group;
-      const auto* start =
-          static_cast<const q_t*>(p.q) + int64_t(r.q_start + j) * p.q_token_stride + q_head * p.q_head_stride;
-      row[nt] = live ? start + (Shape<Config>::kFp8 ? 4 : 2) * t : nullptr;
+      live[nt] = n < r.q_len * group;
+      row[nt] = static_cast<const q_t*>(p.q) + int64_t(r.q_start + j) * p.q_token_stride +
+                q_head * p.q_head_stride + (Shape<Config>::kFp8 ? 4 : 2) * t;
       if constexpr (Config::kQScale)
         scale_of_row[nt] =
             p.q_scale + (r.q_start + j) * p.q_scale_token_stride + q_head * p.q_scale_head_stride;
@@ -67,22 +67,20 @@ struct Queries {
     for (int nt = 0; nt < Config::kRowTiles; ++nt) {
       scale[nt] = 1.f;
       if constexpr (Config::kQScale)
-        if (row[nt] != nullptr) scale[nt] = *scale_of_row[nt];
+        if (live[nt]) scale[nt] = *scale_of_row[nt];
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         uint32_t (&x)[kWords] = raw[nt][s];
-#pragma unroll
-        for (int i = 0; i < kWords; ++i) x[i] = 0u;
-        if (row[nt] == nullptr) continue;
         if constexpr (sizeof(q_t) == 1) {
-          x[0] = *reinterpret_cast<const uint32_t*>(row[nt] + 16 * s);
+          x[0] = live[nt] ? *reinterpret_cast<const uint32_t*>(row[nt] + 16 * s) : 0u;
         } else if constexpr (Shape<Config>::kFp8) {
-          const uint2 both = *reinterpret_cast<const uint2*>(row[nt] + 16 * s);
+          const uint2 both =
+              live[nt] ? *reinterpret_cast<const uint2*>(row[nt] + 16 * s) : make_uint2(0u, 0u);
           x[0] = both.x;
           x[1] = both.y;
         } else {
-          x[0] = *reinterpret_cast<const uint32_t*>(row[nt] + 16 * s);
-          x[1] = *reinterpret_cast<const uint32_t*>(row[nt] + 16 * s + 8);
+          x[0] = live[nt] ? *reinterpret_cast<const uint32_t*>(row[nt] + 16 * s) : 0u;
+          x[1] = live[nt] ? *reinterpret_cast<const uint32_t*>(row[nt] + 16 * s + 8) : 0u;
         }
       }
     }
