@@ -67,7 +67,7 @@ __device__ __forceinline__ bool begin_work(const DecodeParams& p, const Smem<Con
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         guessed[i] = producer.asked[i].page;
-        pages[i] = producer.asked[i].entry(p, false);
+        pages[i] = producer.asked[i].page_now();
       }
     }
     if (any) queries.fetch();

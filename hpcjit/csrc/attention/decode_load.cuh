@@ -15,8 +15,9 @@ struct Place {
   int slot;
 };
 
+template <class Config>
 __device__ __forceinline__ Place place_of(const DecodeParams& p, int token) {
-  const int page = p.page_shift >= 0 ? token >> int(p.page_shift) : token / int(p.page_size);
+  const int page = Config::kShiftedPages ? token >> int(p.page_shift) : token / int(p.page_size);
   return {page, token - page * int(p.page_size)};
 }
 
@@ -51,24 +52,24 @@ struct Tile {
   int first;                 // token of row 0
   int live_begin, live_end;  // rows
   int slot;
-  int page;  // as the table says
+  int page;          // as the table says
+  const int* entry;  // of the table; null: none
 
   __device__ __forceinline__ bool is_live(int row) const {
     return row < live_end && (!Config::kWindow || row >= live_begin);
   }
 
   __device__ __forceinline__ void ask_page(const DecodeParams& p, bool guess) {
-    slot = place_of(p, first + row_of_lane()).slot;
-    page = entry(p, guess);
+    const int row = row_of_lane();
+    const Place place = place_of<Config>(p, first + row);
+    slot = place.slot;
+    const bool none = request < 0 || (!Config::kWholeTiles && (row >= Config::kTile || !is_live(row)));
+    entry = none ? nullptr : p.block_table + request * p.table_stride + place.page;
+    page = 0;
+    if (entry != nullptr) page = guess ? __ldcg(entry) : *entry;
   }
 
-  // What the table says now.
-  __device__ __forceinline__ int entry(const DecodeParams& p, bool guess) const {
-    const int row = row_of_lane();
-    if (request < 0 || (!Config::kWholeTiles && (row >= Config::kTile || !is_live(row)))) return 0;
-    const int* entry = p.block_table + request * p.table_stride + place_of(p, first + row).page;
-    return guess ? __ldcg(entry) : *entry;
-  }
+  __device__ __forceinline__ int page_now() const { return entry != nullptr ? *entry : 0; }
 
   __device__ __forceinline__ static int row_of_lane() {
     return Config::kWholeTiles ? 0 : int(threadIdx.x % 32);
@@ -78,7 +79,8 @@ struct Tile {
   __device__ __forceinline__ int existing_page(const DecodeParams& p) const {
     if (unsigned(page) < unsigned(p.num_pages)) return page;
     if (p.fault != nullptr) {
-      report(p.fault, request * p.table_width + place_of(p, first + row_of_lane()).page, page, p.num_pages);
+      report(p.fault, request * p.table_width + place_of<Config>(p, first + row_of_lane()).page, page,
+             p.num_pages);
     }
     return 0;
   }

@@ -91,11 +91,12 @@ __device__ __forceinline__ void find_cuts(const DecodeParams& p, Small<Config>& 
   const int margin = int(p.margin), heads = int(p.num_kv_heads);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first_count = tiles_of<Config>(p, first).count;
-  Int own = 0;
-  int longest = 0;
-  for (int b = run.begin; b < run.end; ++b) {
-    const int count =
-        b == run.begin ? first_count : tiles_of<Config>(p, request_of<Config>(p, b, guess)).count;
+  const bool any = run.begin < run.end;
+  Int own = any ? 2 * margin + first_count : 0;
+  int longest = any ? first_count : 0;
+#pragma unroll 1
+  for (int b = run.begin + 1; b < run.end; ++b) {
+    const int count = tiles_of<Config>(p, request_of<Config>(p, b, guess)).count;
     own += 2 * margin + count;
     longest = max(longest, count);
   }
@@ -203,8 +204,10 @@ struct Walk {
   }
 
   __device__ __forceinline__ bool ended(const DecodeParams& p) const {
-    if (at_request > end_request || at_request >= p.batch) return true;
-    return at_request == end_request && (at_head > end_head || (at_head == end_head && at_tile >= end_tile));
+    // Without branches: this is on the way to the first tile.
+    const bool in_pair = at_request == end_request & at_head == end_head;
+    return at_request > end_request | at_request >= int(p.batch) |
+           (at_request == end_request & at_head > end_head) | (in_pair & at_tile >= end_tile);
   }
 
   // The current piece; false at the end. Pieces of the invariant schedule end at multiples of its step.

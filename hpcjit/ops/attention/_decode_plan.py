@@ -40,6 +40,7 @@ class DecodeConfig(Config):
     shared_q: bool = False  # queries in shared memory, not in registers
     axis_t: str = "int32"  # of costs: int64 where the tables of a batch address too much for 32 bits
     whole_tiles: bool = True  # a page holds whole tiles
+    shifted_pages: bool = True  # their size is a power of two
     q_scale: bool = False
     k_scale: int = 0  # 0: none, 1: per head (or one for all), 2: per token and head
     v_scale: int = 0
@@ -138,6 +139,7 @@ def config_of(a: DecodeArgs, shape: Shape) -> DecodeConfig:
         shared_q=queries_shared(shape, groups, row_tiles),
         axis_t="int32" if _largest_total(shape, tile) < 2**30 else "int64",  # some cuts lie past the total
         whole_tiles=shape.page_size % tile == 0,
+        shifted_pages=_log2(shape.page_size) >= 0,
         q_scale=a.q_scale is not None,
         k_scale=_scale_kind(a.k_scale),
         v_scale=_scale_kind(a.v_scale),
