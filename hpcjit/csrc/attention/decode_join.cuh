@@ -19,32 +19,46 @@ namespace hpcjit::attention {
 
 constexpr int kFan = 12, kJoiners = 2;
 
-// Under the dynamic schedule each worker has two slots: for the part of a pair that another begins, and for that of one that
-// goes on with another.
+// The pair's last share joins nothing, unless it is alone: its block may have other pieces to do.
+__device__ __forceinline__ Group group_of(int index, int splits) {
+  const int begin = index * kFan, size = min(kFan, splits - begin);
+  return {begin, size, max(1, min(kJoiners, size - (begin + size == splits ? 1 : 0)))};
+}
+
+// By one thread, before the piece's tiles are there.
 template <class Config>
 __device__ __forceinline__ Share share_of(const DecodeParams& p, const Small<Config>& small,
                                           const Piece& piece) {
+  Share share = {0, 1, 0, 0, {}, 1, {}, false};
   const int pair = piece.request * int(p.num_kv_heads) + piece.head;
-  if constexpr (Config::kSchedule == kStatic) {
-    const int share = max(1, (piece.count + int(p.splits) - 1) / int(p.splits));
-    return {piece.begin / share, max(1, (piece.count + share - 1) / share), pair * int(p.splits), 0, false};
-  } else if constexpr (Config::kSchedule == kInvariant) {
-    const int share = int(p.splits);
+  if constexpr (Config::kSchedule == kDynamic) {
+    if (piece.begin == 0 && piece.end == piece.count) return share;
+    // Only a pair that is cut can be in parts, so its start is that of a cut. Each worker has two slots: for the part of a
+    // pair that another begins, and for that of one that goes on with another.
+    const auto start = small.cuts[piece.begin > 0 ? 0 : 1].start;
+    share.first = sched::worker_of(small.axis, start, 0, piece.count);
+    share.begin = int(p.workers);
+    share.splits = sched::worker_of(small.axis, start, piece.count - 1, piece.count) - share.first + 1;
+    share.split = own_worker() - share.first;
+  } else {
+    const int part = Config::kSchedule == kStatic ? max(1, (piece.count + int(p.splits) - 1) / int(p.splits))
+                                                  : int(p.splits);
+    share.first = pair * int(Config::kSchedule == kStatic ? p.splits : p.max_pieces);
+    share.splits = max(1, (piece.count + part - 1) / part);
+    share.split = piece.begin / part;
+  }
+  if constexpr (Config::kSchedule == kInvariant) {
     const auto in_pair = [&](const auto& cut) {
       return cut.request == piece.request && cut.head == piece.head;
     };
-    const bool first = !in_pair(small.cuts[0]) || small.cuts[0].tile == 0;
-    const bool last = piece.end == piece.count || (in_pair(small.cuts[1]) && piece.end == small.cuts[1].tile);
-    return {piece.begin / share, max(1, (piece.count + share - 1) / share), pair * int(p.max_pieces), 0,
-            first && last};
-  } else {
-    if (piece.begin == 0 && piece.end == piece.count) return {0, 1, 0, 0, false};
-    // Only a pair that is cut can be in parts, so its start is that of a cut.
-    const auto start = small.cuts[piece.begin > 0 ? 0 : 1].start;
-    const int first = sched::worker_of(small.axis, start, 0, piece.count);
-    const int last = sched::worker_of(small.axis, start, piece.count - 1, piece.count);
-    return {own_worker() - first, last - first + 1, first, int(p.workers), false};
+    const bool begun = !in_pair(small.cuts[0]) || small.cuts[0].tile == 0;
+    share.joins =
+        begun && (piece.end == piece.count || (in_pair(small.cuts[1]) && piece.end == small.cuts[1].tile));
   }
+  share.groups = (share.splits + kFan - 1) / kFan;
+  share.group = group_of(share.split / kFan, share.splits);
+  share.last = group_of(share.groups - 1, share.splits);
+  return share;
 }
 
 // Four dims per lane and step of one query row, before the division by `sum`; both are relative to `max`, which may lag behind the largest logit.
@@ -118,22 +132,6 @@ struct Others {
   }
 };
 
-// kFan neighbouring shares of a pair, or what is left of it. The pair's last share is no joiner: its block may have other
-// pieces to do.
-struct Group {
-  int begin;
-  int size;
-  int joiners;
-
-  __device__ __forceinline__ Group(const Share& share, int index) {
-    begin = index * kFan;
-    size = min(kFan, share.splits - begin);
-    joiners = max(1, min(kJoiners, size - (begin + size == share.splits ? 1 : 0)));
-  }
-  // Four neighbouring rows stay together: their warps have a scheduler each.
-  __device__ __forceinline__ int joiner_of(int n) const { return n / 4 % 2 & (joiners - 1); }
-};
-
 template <class Config>
 __device__ __forceinline__ void pass_share(float* share, const Row<Config>& row) {
 #pragma unroll
@@ -152,34 +150,28 @@ __device__ __forceinline__ void add_shares(const Slots<Config>& slots, const Oth
 #pragma unroll 1
   for (int begin = 0; begin < others.count; begin += kBatch) {
     const int count = min(kBatch, others.count - begin);
-    float* of_lane = slots.of(others.split(begin + min(lane, count - 1))) + Config::kValueHeadDim;
+    const float* of_lane = slots.of(others.split(begin + min(lane, count - 1))) + Config::kValueHeadDim;
     float2 stats = make_float2(-INFINITY, -0.f);
     float4 o[kBatch][kQuads];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i)
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad) o[i][quad] = make_float4(-0.f, -0.f, -0.f, -0.f);
-    const auto each = [&](auto&& f) {
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        if (i >= count) break;
-        float* share = slots.of(others.split(begin + i));
-#pragma unroll
-        for (int quad = 0; quad < kQuads; ++quad)
-          if (row.dim(quad) < Config::kValueHeadDim) f(share + row.dim(quad), o[i][quad]);
-      }
-    };
     bool there;
     do {
       if (lane < count) global::load_relaxed(of_lane, stats);
-      each([](const float* share, float4& x) { global::load_relaxed(share, x); });
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (i >= count) break;
+        const float* share = slots.of(others.split(begin + i));
+#pragma unroll
+        for (int quad = 0; quad < kQuads; ++quad)
+          if (row.dim(quad) < Config::kValueHeadDim) global::load_relaxed(share + row.dim(quad), o[i][quad]);
+      }
       there = global::is_passed(stats);
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad) there &= global::are_passed(o, quad);
     } while (!__all_sync(~0u, there));
-    // Zeros again, for the next launch.
-    if (lane < count) *reinterpret_cast<float2*>(of_lane) = make_float2(0.f, 0.f);
-    each([](float* share, float4&) { *reinterpret_cast<float4*>(share) = make_float4(0.f, 0.f, 0.f, 0.f); });
     const float max = fmaxf(row.max, max_of_lanes(stats.x));
     const float weight = weight_of(stats.x, max), kept = weight_of(row.max, max);
     row.max = max;
@@ -199,6 +191,25 @@ __device__ __forceinline__ void add_shares(const Slots<Config>& slots, const Oth
   }
 }
 
+// Zeros again, for the next launch; by the warp that has read the shares.
+template <class Config>
+__device__ __forceinline__ void clear_shares(const Slots<Config>& slots, const Others& others) {
+  constexpr int kBatch = kFan / Row<Config>::kQuads;
+#pragma unroll 1
+  for (int begin = 0; begin < others.count; begin += kBatch)
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (begin + i >= others.count) break;
+      float* share = slots.of(others.split(begin + i));
+#pragma unroll
+      for (int quad = 0; quad < Row<Config>::kQuads; ++quad)
+        if (Row<Config>::dim(quad) < Config::kValueHeadDim)
+          *reinterpret_cast<float4*>(share + Row<Config>::dim(quad)) = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (threadIdx.x % 32 == 0)
+        *reinterpret_cast<float2*>(share + Config::kValueHeadDim) = make_float2(0.f, 0.f);
+    }
+}
+
 // A row of a piece becomes that of its pair and is written, or goes to the block that waits for it.
 template <class Config, class Write>
 __device__ __forceinline__ void join_blocks(const DecodeParams& p, const Share& share, int n,
@@ -208,28 +219,37 @@ __device__ __forceinline__ void join_blocks(const DecodeParams& p, const Share& 
     return;
   }
   const Slots<Config> slots(p, share, n);
-  const Group group(share, share.split / kFan);
-  const int joiner = group.joiner_of(n), groups = (share.splits + kFan - 1) / kFan;
-  int levels = share.split != group.begin + joiner ? 0 : group.begin > 0 || groups == 1 ? 1 : 2;
+  const Group& group = share.group;
+  const int joiner = group.joiner_of(n);
+  int levels = share.split != group.begin + joiner ? 0 : group.begin > 0 || share.groups == 1 ? 1 : 2;
   bool passes = levels == 0 || group.begin > 0;
   if constexpr (Config::kSchedule == kInvariant) {
     // Which pieces a worker has must not matter: all shares take the same way.
     pass_share<Config>(slots.of(share.split), row);
-    levels = share.joins;
+    levels = share.joins ? 1 : 0;
+    passes = false;
     row.clear();
   }
   const auto others = [&](int level) -> Others {
     if (Config::kSchedule == kInvariant) return {share.splits, 0, 1, INT_MAX, 0};
     if (level == 0) return {group.size - 1, group.begin, 1, joiner, 0};
-    const int usual = Group(share, 1).joiner_of(n), last = Group(share, groups - 1).joiner_of(n);
-    return {groups - 1, kFan + usual, kFan, INT_MAX, last - usual};
+    // All groups but the last have as many joiners as this one. Of two, the second is the last.
+    const int last = share.last.joiner_of(n), usual = share.groups > 2 ? joiner : last;
+    return {share.groups - 1, kFan + usual, kFan, INT_MAX, last - usual};
   };
+  if (levels == 0 && passes) pass_share<Config>(slots.of(share.split), row);
 #pragma unroll 1
-  for (int level = 0; level < levels; ++level) add_shares<Config>(slots, others(level), row);
-  if (Config::kSchedule != kInvariant && passes) {
-    pass_share<Config>(slots.of(share.split), row);
-  } else if (levels > 0) {
-    write(row);
+  for (int level = 0; level < levels; ++level) {
+    const Others now = others(level);
+    add_shares<Config>(slots, now, row);
+    if (level + 1 == levels) {
+      if (passes) {
+        pass_share<Config>(slots.of(share.split), row);
+      } else {
+        write(row);
+      }
+    }
+    clear_shares<Config>(slots, now);  // in the shadow of what the row waits for next
   }
 }
 

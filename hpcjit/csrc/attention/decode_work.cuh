@@ -59,18 +59,22 @@ __device__ __forceinline__ int cut_step(const DecodeParams& p) {
 template <class Config>
 struct Run {
   static constexpr int kThreads = Shape<Config>::kThreads;
-  int threads;  // that share the requests
-  int part;     // of the block, of such threads
+  bool halves;
+  int part;  // of the block: 1 for its second half
   int begin;
   int end;
 
   __device__ __forceinline__ explicit Run(int batch) {
-    threads = Config::kWarps > 1 && batch <= kThreads / 2 ? kThreads / 2 : kThreads;
-    part = int(threadIdx.x) / threads;
-    const int each = (batch + threads - 1) / threads;
-    begin = min((int(threadIdx.x) - part * threads) * each, batch);
+    halves = Config::kWarps > 1 && batch <= kThreads / 2;
+    part = halves && int(threadIdx.x) >= kThreads / 2 ? 1 : 0;
+    const int each = (batch + kThreads - 1) / kThreads;
+    begin = min((int(threadIdx.x) - part * (kThreads / 2)) * each, batch);
     end = min(begin + each, batch);
   }
+  __device__ __forceinline__ bool is_of_part(int warp) const {
+    return !halves || (warp >= Config::kWarps / 2) == (part == 1);
+  }
+  __device__ __forceinline__ bool leads() const { return int(threadIdx.x) == part * (kThreads / 2); }
 };
 
 template <class Int>
@@ -110,8 +114,7 @@ __device__ __forceinline__ void find_cuts(const DecodeParams& p, Small<Config>& 
   Int before = 0, total = 0;
 #pragma unroll
   for (int w = 0; w < Config::kWarps; ++w) {
-    const bool same = w / (run.threads / 32) == run.part;
-    const Int sum = same ? small.total[w] : 0;
+    const Int sum = run.is_of_part(w) ? small.total[w] : 0;
     if (w < warp) before += sum;
     total += sum;
     longest = max(longest, small.longest[w]);
@@ -129,9 +132,9 @@ __device__ __forceinline__ void find_cuts(const DecodeParams& p, Small<Config>& 
   const Int run_begin = heads * (before + up_to - own), run_end = heads * (before + up_to);
   if (threadIdx.x == 0) small.axis = axis;
 #pragma unroll 1
-  for (int i = run.part; i < 2; i += Shape<Config>::kThreads / run.threads) {
+  for (int i = run.part; i < 2; i += run.halves ? 2 : 1) {
     const Int x = sched::cut_position(axis, own_worker() + i);
-    if (x >= all && threadIdx.x % run.threads == 0) small.cuts[i] = {int(p.batch), 0, 0, all};
+    if (x >= all && run.leads()) small.cuts[i] = {int(p.batch), 0, 0, all};
     if (x < run_begin || x >= run_end) continue;
     Int start = run_begin;
     Request r = first;
