@@ -140,12 +140,32 @@ __device__ __forceinline__ void pass_share(float* share, const Row<Config>& row)
   if (threadIdx.x % 32 == 0) global::pass(share + Config::kValueHeadDim, make_float2(row.max, row.sum));
 }
 
+// Shares that a warp reads at a time.
+template <class Config>
+constexpr int kLoads = kFan / Row<Config>::kQuads;
+
+// Zeros again, for the next launch; by the warp that has read the shares: kLoads of them at most, from `begin` on.
+template <class Config>
+__device__ __forceinline__ void clear_shares(const Slots<Config>& slots, const Others& others, int begin) {
+#pragma unroll
+  for (int i = 0; i < kLoads<Config>; ++i) {
+    if (begin + i >= others.count) break;
+    float* share = slots.of(others.split(begin + i));
+#pragma unroll
+    for (int quad = 0; quad < Row<Config>::kQuads; ++quad)
+      if (Row<Config>::dim(quad) < Config::kValueHeadDim)
+        *reinterpret_cast<float4*>(share + Row<Config>::dim(quad)) = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (threadIdx.x % 32 == 0)
+      *reinterpret_cast<float2*>(share + Config::kValueHeadDim) = make_float2(0.f, 0.f);
+  }
+}
+
 // Adds shares to a row, in their order, as soon as they are there. Lane i brings maximum and sum of share i. Apart from the
 // loads no step depends on how many there are: what is not loaded counts as there and has no weight.
 template <class Config>
-__device__ __forceinline__ void add_shares(const Slots<Config>& slots, const Others& others,
+__device__ __forceinline__ void add_shares(const Slots<Config>& slots, const Others& others, bool ends,
                                            Row<Config>& row) {
-  constexpr int kQuads = Row<Config>::kQuads, kBatch = kFan / kQuads;  // loads in flight
+  constexpr int kQuads = Row<Config>::kQuads, kBatch = kLoads<Config>;
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int begin = 0; begin < others.count; begin += kBatch) {
@@ -172,6 +192,8 @@ __device__ __forceinline__ void add_shares(const Slots<Config>& slots, const Oth
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad) there &= global::are_passed(o, quad);
     } while (!__all_sync(~0u, there));
+    // The launch ends when these have been written, too; while another block waits they come behind what it waits for.
+    if (ends) clear_shares<Config>(slots, others, begin);
     const float max = fmaxf(row.max, max_of_lanes(stats.x));
     const float weight = weight_of(stats.x, max), kept = weight_of(row.max, max);
     row.max = max;
@@ -189,25 +211,6 @@ __device__ __forceinline__ void add_shares(const Slots<Config>& slots, const Oth
     for (int offset = 1; offset < 32; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
     row.sum = row.sum * kept + sum;
   }
-}
-
-// Zeros again, for the next launch; by the warp that has read the shares.
-template <class Config>
-__device__ __forceinline__ void clear_shares(const Slots<Config>& slots, const Others& others) {
-  constexpr int kBatch = kFan / Row<Config>::kQuads;
-#pragma unroll 1
-  for (int begin = 0; begin < others.count; begin += kBatch)
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      if (begin + i >= others.count) break;
-      float* share = slots.of(others.split(begin + i));
-#pragma unroll
-      for (int quad = 0; quad < Row<Config>::kQuads; ++quad)
-        if (Row<Config>::dim(quad) < Config::kValueHeadDim)
-          *reinterpret_cast<float4*>(share + Row<Config>::dim(quad)) = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (threadIdx.x % 32 == 0)
-        *reinterpret_cast<float2*>(share + Config::kValueHeadDim) = make_float2(0.f, 0.f);
-    }
 }
 
 // A row of a piece becomes that of its pair and is written, or goes to the block that waits for it.
@@ -241,15 +244,15 @@ __device__ __forceinline__ void join_blocks(const DecodeParams& p, const Share& 
 #pragma unroll 1
   for (int level = 0; level < levels; ++level) {
     const Others now = others(level);
-    add_shares<Config>(slots, now, row);
-    if (level + 1 == levels) {
-      if (passes) {
-        pass_share<Config>(slots.of(share.split), row);
-      } else {
-        write(row);
-      }
+    const bool last = level + 1 == levels;
+    add_shares<Config>(slots, now, last && !passes, row);
+    if (last && !passes) {
+      write(row);
+      return;
     }
-    clear_shares<Config>(slots, now);  // in the shadow of what the row waits for next
+    if (last) pass_share<Config>(slots.of(share.split), row);
+#pragma unroll 1
+    for (int begin = 0; begin < now.count; begin += kLoads<Config>) clear_shares<Config>(slots, now, begin);
   }
 }
 
