@@ -160,11 +160,19 @@ __device__ __forceinline__ void clear_shares(const Slots<Config>& slots, const O
   }
 }
 
-// Adds shares to a row, in their order, as soon as they are there. Lane i brings maximum and sum of share i. Apart from the
-// loads no step depends on how many there are: what is not loaded counts as there and has no weight.
 template <class Config>
-__device__ __forceinline__ void add_shares(const Slots<Config>& slots, const Others& others, bool ends,
-                                           Row<Config>& row) {
+__device__ __forceinline__ void clear_all_shares(const Slots<Config>& slots, const Others& others) {
+#pragma unroll 1
+  for (int begin = 0; begin < others.count; begin += kLoads<Config>)
+    clear_shares<Config>(slots, others, begin);
+}
+
+// Adds shares to a row, in their order, as soon as they are there. Lane i brings maximum and sum of share i. Apart from the
+// loads no step depends on how many there are: what is not loaded counts as there and has no weight. `read` have been read before: they
+// become zeros while these come. If the result ends the launch, so do these at once, for the launch ends no sooner.
+template <class Config>
+__device__ __forceinline__ void add_shares(const Slots<Config>& slots, const Others& others, Others read,
+                                           bool ends, Row<Config>& row) {
   constexpr int kQuads = Row<Config>::kQuads, kBatch = kLoads<Config>;
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -188,11 +196,12 @@ __device__ __forceinline__ void add_shares(const Slots<Config>& slots, const Oth
         for (int quad = 0; quad < kQuads; ++quad)
           if (row.dim(quad) < Config::kValueHeadDim) global::load_relaxed(share + row.dim(quad), o[i][quad]);
       }
+      clear_all_shares<Config>(slots, read);
+      read.count = 0;
       there = global::is_passed(stats);
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad) there &= global::are_passed(o, quad);
     } while (!__all_sync(~0u, there));
-    // The launch ends when these have been written, too; while another block waits they come behind what it waits for.
     if (ends) clear_shares<Config>(slots, others, begin);
     const float max = fmaxf(row.max, max_of_lanes(stats.x));
     const float weight = weight_of(stats.x, max), kept = weight_of(row.max, max);
@@ -240,19 +249,18 @@ __device__ __forceinline__ void join_blocks(const DecodeParams& p, const Share& 
     const int last = share.last.joiner_of(n), usual = share.groups > 2 ? joiner : last;
     return {share.groups - 1, kFan + usual, kFan, INT_MAX, last - usual};
   };
-  if (levels == 0 && passes) pass_share<Config>(slots.of(share.split), row);
+  Others read = {0, 0, 0, 0, 0};
 #pragma unroll 1
   for (int level = 0; level < levels; ++level) {
     const Others now = others(level);
-    const bool last = level + 1 == levels;
-    add_shares<Config>(slots, now, last && !passes, row);
-    if (last && !passes) {
-      write(row);
-      return;
-    }
-    if (last) pass_share<Config>(slots.of(share.split), row);
-#pragma unroll 1
-    for (int begin = 0; begin < now.count; begin += kLoads<Config>) clear_shares<Config>(slots, now, begin);
+    add_shares<Config>(slots, now, read, level + 1 == levels && !passes, row);
+    read = now;
+  }
+  if (passes) {
+    pass_share<Config>(slots.of(share.split), row);
+    clear_all_shares<Config>(slots, read);
+  } else if (levels > 0) {
+    write(row);
   }
 }
 
