@@ -17,7 +17,7 @@
 
 namespace hpcjit::attention {
 
-constexpr int kFan = 12, kJoiners = 2;
+constexpr int kFan = 16, kJoiners = 2;
 
 // The pair's last share joins nothing, unless it is alone: its block may have other pieces to do.
 __device__ __forceinline__ Group group_of(int index, int splits) {

@@ -107,7 +107,7 @@ HPCJIT_BOTH Int interval_length(Int total, int pairs, const Divisor& workers, in
   Int length = workers.divide(Int(total + Int(workers.by) - 1));
   length = length > least ? length : least;
   if (largest <= whole && length < largest) length = largest;
-  if (pairs == 1 || largest <= 0 || length <= 1 || total != Int(pairs) * largest) return length;
+  if (largest <= 0 || length <= 1 || total != Int(pairs) * largest) return length;
   Int even;
   if (length > largest) {
     even = divide(Int(length + largest - 1), Int(largest)) * largest;
