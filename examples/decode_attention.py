@@ -54,18 +54,18 @@ def pieces_of(batch: Batch, rules: Rules, schedule: str) -> list[Piece]:
 
 
 def place(pieces: Sequence[Piece], ctas: int, sms: int) -> list[int]:
-    """The SM of each CTA: one is resident per SM, and the next in line starts where one ends first."""
+    """The SM of each CTA: one is resident per SM; the last worker starts first, the next where one ends first."""
     if ctas <= sms:
         return list(range(ctas))
     tiles = [0] * ctas
     for piece in pieces:
         tiles[piece.worker] += piece.tiles
     free, placed = [(0, sm) for sm in range(sms)], []
-    for work in tiles:
+    for work in reversed(tiles):
         until, sm = free[0]
         placed.append(sm)
         heapq.heapreplace(free, (until + work, sm))
-    return placed
+    return placed[::-1]
 
 
 def draw(batch: Batch, rules_of: dict[str, Rules], title: str, path: Path) -> dict[str, float]:

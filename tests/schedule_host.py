@@ -1,23 +1,29 @@
 """The folded schedule on a CPU: `sched/folded.cuh` compiled for the host, and what the decode kernel makes of it.
 
-Tiles, intervals, cuts and owners come from the header's own functions. The rest is what `find_cuts`, `Walk` and `share_of` of
-`csrc/attention` do with them, worker by worker.
+Tiles, intervals, positions, cuts and owners come from the header's own functions. The rest is what `find_cuts`, `Walk` and
+`share_of` of `csrc/attention` do with them, worker by worker.
 """
 
 from __future__ import annotations
 
 import ctypes
+import random
 import subprocess
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from hpcjit import build, toolchain
+from joins_host import Share
 
-FAN = 16  # kFan of decode_merge.cuh
+from hpcjit import build, toolchain
+from hpcjit.ops.attention._decode_plan import Work
+from hpcjit.ops.attention._decode_shape import Sizes
+
+FAR = 2**31 - 1  # more than any length
 
 SHIM = r"""
 #include "hpcjit/sched/folded.cuh"
@@ -25,7 +31,16 @@ using namespace hpcjit::sched;
 
 template <class Int>
 void interval(const int64_t* a, int64_t* out) {
-  out[0] = interval_length<Int>(Int(a[0]), int(a[1]), int(a[2]), int(a[3]), int(a[4]), int(a[5]), int(a[6]));
+  const Divisor workers{int(a[2])};
+  out[0] = interval_length<Int>(Int(a[0]), int(a[1]), workers, int(a[3]), int(a[4]), int(a[5]), int(a[6]));
+}
+template <class Int>
+Axis<Int> axis_of(const int64_t* a) {
+  return {Int(a[0]), Int(a[1]), int(a[2]), int(a[3])};
+}
+template <class Int>
+void position(const int64_t* a, int64_t* out) {
+  out[0] = cut_position<Int>(axis_of<Int>(a), int(a[4]));
 }
 template <class Int>
 void cut(const int64_t* a, int64_t* out) {
@@ -34,14 +49,17 @@ void cut(const int64_t* a, int64_t* out) {
 }
 template <class Int>
 void worker(const int64_t* a, int64_t* out) {
-  out[0] = worker_of<Int>({Int(a[0]), Int(a[1]), int(a[2])}, Int(a[3]), int(a[4]), int(a[5]));
+  out[0] = worker_of<Int>(axis_of<Int>(a), Int(a[4]), int(a[5]), int(a[6]));
 }
 extern "C" void interval_32(const int64_t* a, int64_t* out) { interval<int32_t>(a, out); }
 extern "C" void interval_64(const int64_t* a, int64_t* out) { interval<int64_t>(a, out); }
+extern "C" void position_32(const int64_t* a, int64_t* out) { position<int32_t>(a, out); }
+extern "C" void position_64(const int64_t* a, int64_t* out) { position<int64_t>(a, out); }
 extern "C" void cut_32(const int64_t* a, int64_t* out) { cut<int32_t>(a, out); }
 extern "C" void cut_64(const int64_t* a, int64_t* out) { cut<int64_t>(a, out); }
 extern "C" void worker_32(const int64_t* a, int64_t* out) { worker<int32_t>(a, out); }
 extern "C" void worker_64(const int64_t* a, int64_t* out) { worker<int64_t>(a, out); }
+extern "C" void quotient(const int64_t* a, int64_t* out) { out[0] = Divisor(int(a[1])).divide(int32_t(a[0])); }
 extern "C" void tiles(const int64_t* a, int64_t* out) {
   const Tiles t = tiles_of(int(a[0]), int(a[1]), int(a[2]), int(a[3]));
   out[0] = t.first, out[1] = t.count;
@@ -56,6 +74,13 @@ class Cut(NamedTuple):
     head: int
     tile: int
     start: int
+
+
+class Axis(NamedTuple):
+    total: int
+    interval: int
+    margin: int
+    workers: int
 
 
 class Formula:
@@ -75,7 +100,14 @@ class Formula:
     def cut(self, x: int, request: int, start: int, count: int, margin: int, step: int) -> Cut:
         return Cut(*self._call(f"cut_{self._bits}", 1, x, request, start, count, margin, step))
 
-    def worker(self, axis: tuple[int, int, int], start: int, tile: int, count: int) -> int:
+    def quotient(self, a: int, b: int) -> int:
+        """By Divisor; 32 bits."""
+        return self._call("quotient", 0, a, b)[0]
+
+    def position(self, axis: Axis, i: int) -> int:
+        return self._call(f"position_{self._bits}", 1, *axis, i)[0]
+
+    def worker(self, axis: Axis, start: int, tile: int, count: int) -> int:
         return self._call(f"worker_{self._bits}", 1, *axis, start, tile, count)[0]
 
     def fits(self, position: int) -> int:
@@ -140,16 +172,6 @@ class Piece(NamedTuple):
         return self.begin == 0 and self.end == self.count
 
 
-class Share(NamedTuple):
-    """Part `split` of `splits` of a pair; its slot, that of its group's leader, and the pair's own counter."""
-
-    split: int
-    splits: int
-    slot: int
-    leader: int
-    root: int
-
-
 class Schedule:
     def __init__(self, formula: Formula, batch: Batch) -> None:
         self.formula, self.batch = formula, batch
@@ -162,14 +184,16 @@ class Schedule:
         largest = 2 * batch.margin + max(self.counts)
         whole = 2 * batch.margin + batch.whole
         pairs = batch.heads * len(self.counts)
-        self.interval = formula.interval(self.total, pairs, batch.workers, largest, batch.least, whole, batch.slack)
+        interval = formula.interval(self.total, pairs, batch.workers, largest, batch.least, whole, batch.slack)
+        formula.fits(batch.workers * interval)  # the difference to it too, which may be negative
+        self.axis = Axis(self.total, interval, batch.margin, batch.workers)
 
     @cached_property
     def cuts(self) -> list[Cut]:
         """As find_cuts: cuts `worker` and `worker + 1` are those of a worker."""
         found, request = [], 0
         for i in range(self.batch.workers + 1):
-            x = self.formula.fits(i * self.interval)
+            x = self.formula.position(self.axis, i)
             while request < len(self.counts) and x >= self.starts[request + 1]:
                 request += 1
             found.append(self._cut(x, request) if x < self.total else Cut(len(self.counts), 0, 0, self.total))
@@ -206,12 +230,62 @@ class Schedule:
     def owner(self, piece: Piece, tile: int) -> int:
         """The worker that the formula names for a tile of the piece's pair, which must be a pair that is cut."""
         start = self.cuts[piece.worker + (piece.begin == 0)].start  # as share_of takes it
-        axis = (self.total, self.interval, self.batch.margin)
-        return self.formula.worker(axis, start, tile, piece.count)
+        return self.formula.worker(self.axis, start, tile, piece.count)
 
     def share(self, piece: Piece) -> Share:
-        """As share_of, of a pair in parts under the dynamic schedule."""
+        """As share_of, under the dynamic schedule."""
+        if piece.whole:
+            return Share(0, 1, 0, 0)
         first, last = self.owner(piece, 0), self.owner(piece, piece.count - 1)
-        slots = [2 * first + 1, *range(2 * (first + 1), 2 * (last + 1), 2)]
-        split = piece.worker - first
-        return Share(split, len(slots), slots[split], slots[split // FAN * FAN], first)
+        return Share(piece.worker - first, last - first + 1, first, self.batch.workers)
+
+    def invariant_share(self, piece: Piece, max_pieces: int) -> Share:
+        """As share_of, under the invariant schedule."""
+        before, behind = self.cuts[piece.worker : piece.worker + 2]
+        step, pair = self.batch.step, (piece.request, piece.head)
+        first = before[:2] != pair or before.tile == 0
+        last = piece.end == piece.count or (behind[:2] == pair and piece.end == behind.tile)
+        slot = (piece.request * self.batch.heads + piece.head) * max_pieces
+        return Share(piece.begin // step, max(1, -(-piece.count // step)), slot, 0, first and last)
+
+
+def random_batch(r: random.Random) -> Batch:
+    """Few or many requests, mostly short, with any rules that a launch could have."""
+    top = r.choice((40, 300, 9000, 9000, 200_000))
+    size = r.choice((1, 2, 5, r.randint(1, 40), r.randint(1, 300)))
+    lengths = [r.choice((0, 1, 15, 16, 17, 32, 33, r.randint(0, 300), r.randint(0, top))) for _ in range(size)]
+    q_len = r.randint(0, 8)
+    return Batch(
+        tuple(lengths),
+        tuple(r.randint(0, 8) if r.random() < 0.3 else q_len for _ in lengths),
+        heads=r.choice((1, 1, 2, 3, 8, r.randint(1, 16))),
+        window=r.choice((0, 0, 0, 1, 16, 100, 1000, FAR)),
+        tile=r.choice((16, 32)),
+        workers=r.choice((1, 2, 132, 264, r.randint(1, 264))),
+        margin=r.randint(1, 16),
+        least=r.choice((0, 1, 4, 8, 16)),
+        whole=r.choice((0, 0, 5, 40, 200)),
+        slack=r.choice((0, 0, 1, 8, 16)),
+    )
+
+
+@cache
+def random_batches() -> list[Batch]:
+    r = random.Random(20)
+    return [random_batch(r) for _ in range(2000)]
+
+
+def cut_pairs(schedule: Schedule) -> Iterator[list[Piece]]:
+    """The pieces of every pair that is in parts, in order."""
+    pairs = defaultdict(list)
+    for piece in schedule.pieces:
+        if not piece.whole:
+            pairs[piece.request, piece.head].append(piece)
+    yield from pairs.values()
+
+
+def work_of(batch: Batch, schedule: str) -> Work:
+    """What a launch takes, with a table for the longest request and not more."""
+    dims = {"num_q_heads": batch.heads, "num_kv_heads": batch.heads, "head_dim": 128, "value_head_dim": 128}
+    table = {"page_size": 1, "table_width": max(*batch.lengths, 1)}
+    return Work.of(Sizes(batch=len(batch.lengths), max_q_len=8, **dims, **table), schedule, batch.tile, batch.workers)

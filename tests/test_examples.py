@@ -54,7 +54,7 @@ class TestDecodeAttention:
         module = example(DECODE)
         pieces = [module.Piece(worker, worker, 0, 0, tiles) for worker, tiles in enumerate((5, 1, 2, 1))]
         assert module.place(pieces, 4, 4) == [0, 1, 2, 3]
-        assert module.place(pieces, 4, 2) == [0, 1, 1, 1]
+        assert module.place(pieces, 4, 2) == [0, 0, 1, 0]
 
     @pytest.mark.parametrize(
         ("options", "named"),

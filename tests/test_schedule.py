@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
-from schedule_host import FAN, Batch, Formula, Schedule, compiled
+from schedule_host import FAR, Batch, Formula, Schedule, compiled, cut_pairs, random_batch, random_batches, work_of
 
 from hpcjit.cases import cases_of
 from hpcjit.cases.attention import MIXES, lengths_of
@@ -18,11 +16,7 @@ from hpcjit.errors import ToolchainError
 from hpcjit.jit_op import Plan
 from hpcjit.ops.attention import _decode_schedule
 from hpcjit.ops.attention._decode import decode_op
-from hpcjit.ops.attention._decode_plan import Work
-from hpcjit.ops.attention._decode_shape import DecodeArgs, Sizes
-
-ROUNDS = 2000
-FAR = 2**31 - 1
+from hpcjit.ops.attention._decode_shape import DecodeArgs
 
 
 @pytest.fixture(scope="module")
@@ -33,51 +27,9 @@ def formulas(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Formula]:
         pytest.skip(str(problem))
 
 
-def random_batch(r: random.Random) -> Batch:
-    """Few or many requests, mostly short, with any rules that a launch could have."""
-    top = r.choice((40, 300, 9000, 9000, 200_000))
-    size = r.choice((1, 2, 5, r.randint(1, 40), r.randint(1, 300)))
-    lengths = [r.choice((0, 1, 15, 16, 17, 32, 33, r.randint(0, 300), r.randint(0, top))) for _ in range(size)]
-    q_len = r.randint(0, 8)
-    return Batch(
-        tuple(lengths),
-        tuple(r.randint(0, 8) if r.random() < 0.3 else q_len for _ in lengths),
-        heads=r.choice((1, 1, 2, 3, 8, r.randint(1, 16))),
-        window=r.choice((0, 0, 0, 1, 16, 100, 1000, FAR)),
-        tile=r.choice((16, 32)),
-        workers=r.choice((1, 2, 132, 264, r.randint(1, 264))),
-        margin=r.randint(1, 16),
-        least=r.choice((0, 1, 4, 8, 16)),
-        whole=r.choice((0, 0, 5, 40, 200)),
-        slack=r.choice((0, 0, 1, 8, 16)),
-    )
-
-
-@cache
-def random_batches() -> list[Batch]:
-    r = random.Random(20)
-    return [random_batch(r) for _ in range(ROUNDS)]
-
-
 @pytest.fixture(scope="module", params=[32, 64], ids=["int32", "int64"])
 def schedules(request: pytest.FixtureRequest, formulas: dict[int, Formula]) -> list[Schedule]:
     return [Schedule(formulas[request.param], batch) for batch in random_batches()]
-
-
-def cut_pairs(schedule: Schedule) -> Iterator[list]:
-    """The pieces of every pair that is in parts, in order."""
-    pairs = defaultdict(list)
-    for piece in schedule.pieces:
-        if not piece.whole:
-            pairs[piece.request, piece.head].append(piece)
-    yield from pairs.values()
-
-
-def work_of(batch: Batch, schedule: str) -> Work:
-    """What a launch takes, with a table for the longest request and not more."""
-    dims = {"num_q_heads": batch.heads, "num_kv_heads": batch.heads, "head_dim": 128, "value_head_dim": 128}
-    table = {"page_size": 1, "table_width": max(*batch.lengths, 1)}
-    return Work.of(Sizes(batch=len(batch.lengths), max_q_len=8, **dims, **table), schedule, batch.tile, batch.workers)
 
 
 def check_coverage(schedule: Schedule) -> None:
@@ -121,32 +73,18 @@ class TestDynamic:
     def test_owners(self, schedules: list[Schedule]):
         """Of whole pairs too, and of those without a tile."""
         for schedule in schedules:
-            axis = (schedule.total, schedule.interval, schedule.batch.margin)
             for piece in schedule.pieces:
                 start = schedule.starts[piece.request] + piece.head * (2 * schedule.batch.margin + piece.count)
-                assert schedule.formula.worker(axis, start, piece.begin, piece.count) == piece.worker, schedule.batch
+                assert schedule.formula.worker(schedule.axis, start, piece.begin, piece.count) == piece.worker, (
+                    schedule.batch
+                )
 
     def test_slots(self, schedules: list[Schedule]):
         for schedule in schedules:
-            slots = [schedule.share(piece).slot for pieces in cut_pairs(schedule) for piece in pieces]
+            shares = [schedule.share(piece) for pieces in cut_pairs(schedule) for piece in pieces]
+            slots = [share.slot(share.split) for share in shares]
             assert len(set(slots)) == len(slots), schedule.batch
             assert all(0 <= slot < work_of(schedule.batch, "dynamic").slots for slot in slots), schedule.batch
-
-    def test_counters(self, schedules: list[Schedule]):
-        """Each belongs to one group or pair, and as many arrive at it as it waits for."""
-        for schedule in schedules:
-            groups, roots, slot_of = Counter(), Counter(), {}
-            for pieces in cut_pairs(schedule):
-                shares = [schedule.share(piece) for piece in pieces]
-                assert len({share.root for share in shares}) == 1
-                assert shares[0].root not in roots, schedule.batch
-                assert 0 <= shares[0].root < work_of(schedule.batch, "dynamic").roots
-                roots[shares[0].root] += 1
-                slot_of |= {share.slot: share.split for share in shares}
-                groups.update(share.leader for share in shares)
-                for share in shares:
-                    assert shares[share.split // FAN * FAN].slot == share.leader
-            assert all(slot_of[leader] % FAN == 0 and arrived <= FAN for leader, arrived in groups.items())
 
     def test_balance(self, schedules: list[Schedule]):
         """No worker has more tiles than an interval, nor more work than that and the margins that its cuts fell into."""
@@ -156,8 +94,8 @@ class TestDynamic:
                 tiles[piece.worker] += piece.end - piece.begin
                 work[piece.worker] += piece.end - piece.begin
                 work[piece.worker] += margin * ((piece.begin == 0) + (piece.end == piece.count))
-            assert max(tiles.values()) <= schedule.interval, schedule.batch
-            assert max(work.values()) <= schedule.interval + 2 * margin, schedule.batch
+            assert max(tiles.values()) <= schedule.axis.interval, schedule.batch
+            assert max(work.values()) <= schedule.axis.interval + 2 * margin, schedule.batch
 
     def test_interval(self, schedules: list[Schedule]):
         """Within the slack of equal shares, unless that would be less than is worth it."""
@@ -165,7 +103,7 @@ class TestDynamic:
             batch, even = schedule.batch, -(-schedule.total // schedule.batch.workers)
             largest = max(schedule.counts)
             wanted = max(even, batch.least, largest + 2 * batch.margin if largest <= batch.whole else 0)
-            assert wanted <= schedule.interval <= wanted + batch.slack, batch
+            assert wanted <= schedule.axis.interval <= wanted + batch.slack, batch
 
     def test_the_width_of_the_axis_changes_nothing(self, formulas: dict[int, Formula]):
         for batch in random_batches():
@@ -217,15 +155,34 @@ class TestInvariant:
 
     def test_slots(self, schedules: list[Schedule]):
         for dynamic in schedules[:500]:
-            work = work_of(dynamic.batch, "invariant")
-            schedule = Schedule(dynamic.formula, replace(dynamic.batch, step=work.splits))
-            pairs = [piece.request * schedule.batch.heads + piece.head for piece in schedule.pieces]
-            places = [piece.begin // work.splits for piece in schedule.pieces]
-            assert max(places) < work.max_pieces, schedule.batch
-            slots = {pair * work.max_pieces + place for pair, place in zip(pairs, places, strict=True)}
-            assert len(slots) == len(pairs)
-            assert max(slots) < work.slots
-            assert max(pairs) < work.roots
+            schedule, max_pieces, slots_of_plan = invariant(dynamic)
+            shares = [schedule.invariant_share(piece, max_pieces) for piece in schedule.pieces]
+            assert all(share.split < share.splits <= max_pieces for share in shares), schedule.batch
+            slots = {share.slot(share.split) for share in shares}
+            assert len(slots) == len(shares)
+            assert max(slots) < slots_of_plan
+
+    def test_one_piece_of_each_pair_joins(self, schedules: list[Schedule]):
+        """The last of the worker that has split 0. If others have pieces of the pair too, it is that worker's last of all."""
+        for dynamic in schedules[:500]:
+            schedule, max_pieces, _ = invariant(dynamic)
+            joiners, pairs, of_worker = defaultdict(list), defaultdict(list), defaultdict(list)
+            for piece in schedule.pieces:
+                pair = piece[1:3]
+                pairs[pair].append(piece)
+                of_worker[piece.worker].append(piece)
+                if schedule.invariant_share(piece, max_pieces).joins:
+                    joiners[pair].append(piece)
+            for pair, pieces in pairs.items():
+                (joiner,) = joiners[pair]
+                assert joiner == [piece for piece in pieces if piece.worker == pieces[0].worker][-1], schedule.batch
+                assert joiner in (pieces[-1], of_worker[joiner.worker][-1]), schedule.batch
+
+
+def invariant(schedule: Schedule) -> tuple[Schedule, int, int]:
+    """The same batch under the invariant schedule; slots of a pair, and of all."""
+    work = work_of(schedule.batch, "invariant")
+    return Schedule(schedule.formula, replace(schedule.batch, step=work.splits)), work.max_pieces, work.slots
 
 
 class TestInPython:
@@ -242,6 +199,27 @@ class TestInPython:
             assert tiles == schedule.tiles, batch
             assert _decode_schedule.cuts(schedule.counts, rules) == schedule.cuts, batch
             assert _decode_schedule.dynamic(schedule.counts, rules) == [piece[:5] for piece in schedule.pieces], batch
+
+
+class TestDivisor:
+    def test_any_number_of_31_bits(self, formulas: dict[int, Formula]):
+        r = random.Random(24)
+        divisors = [
+            1,
+            2,
+            3,
+            132,
+            2**16,
+            2**16 + 1,
+            2**30,
+            FAR,
+            *(r.randint(1, 2 ** r.randint(1, 31) - 1) for _ in range(500)),
+        ]
+        for by in divisors:
+            quotients = {0, 1, FAR // by, r.randint(0, FAR // by)}
+            for a in {q * by + rest for q in quotients for rest in (-1, 0, by - 1)} | {FAR}:
+                if 0 <= a <= FAR:
+                    assert formulas[32].quotient(a, by) == a // by, (a, by)
 
 
 class TestTiles:
@@ -318,12 +296,12 @@ DIVIDED = {
     "1x8 fp8 64x512": (64, 1, 2.06),
     "1x8 fp8 64x4K": (128, 2, 1.03),
     "1x8 fp8 32x128+32x4K": (131, 4, 1.09),
-    "1x8 fp8 1x16K+15x64": (79, 64, 1.75),
+    "1x8 fp8 1x16K+15x64": (80, 65, 1.74),
     "1x8 fp8 1x64K+7x4K": (128, 86, 1.06),
     "1x8 fp8 1x64K+15x4K": (132, 65, 1.02),
-    "1x8 fp8 1x64K+31x4K": (131, 42, 1.04),
+    "1x8 fp8 1x64K+31x4K": (131, 42, 1.03),
     "1x8 fp8 1x128K+31x4K": (132, 64, 1.01),
-    "1x8 fp8 2x32K+30x4K": (131, 22, 1.04),
+    "1x8 fp8 2x32K+30x4K": (131, 22, 1.03),
     "1x8 fp8 1x2K": (8, 8, 16.5),
     "1x8 fp8 1x32K": (128, 128, 1.03),
     "1x8 fp8 4x8K": (117, 30, 1.14),
@@ -331,7 +309,7 @@ DIVIDED = {
     "1x8 fp8 256x2K": (128, 1, 1.03),
     "8x64 bf16 64x512": (128, 1, 1.03),
     "8x64 bf16 64x4K": (132, 2, 1.0),
-    "8x64 bf16 32x128+32x4K": (132, 2, 1.01),
+    "8x64 bf16 32x128+32x4K": (132, 2, 1.0),
     "8x64 bf16 1x16K+15x64": (131, 14, 1.05),
     "8x64 bf16 1x64K+7x4K": (132, 13, 1.0),
     "8x64 bf16 1x64K+15x4K": (132, 10, 1.0),

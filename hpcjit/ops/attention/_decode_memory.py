@@ -29,8 +29,9 @@ def decode_workspace_bytes(
 ) -> tuple[int, int]:
     """Bytes of scratch and of counters that a call of `decode` takes, for planning a device's memory without one.
 
-    Each of the `num_q_heads / num_kv_heads * max_q_len` query rows of a pair of request and KV head, rounded up to 8 times a
-    power of two, takes `4 * (value_head_dim + 4)` bytes of scratch in each of so many slots:
+    Scratch is 0. The counters are slots, by which blocks that share a pair of request and KV head pass results on. Each of the
+    `num_q_heads / num_kv_heads * max_q_len` query rows of a pair, rounded up to 8 times a power of two, takes
+    `4 * (value_head_dim + 4)` bytes in each of so many slots:
 
         dynamic    2 * num_sms, whatever the batch and the lengths: 1.1 MB for 8 rows and heads of 128, 18 MB for 128 rows
         static     pairs * splits, less than 4 * num_sms; none where the pairs alone are 2 * num_sms
@@ -38,7 +39,8 @@ def decode_workspace_bytes(
                    tokens that a request can have. 64 requests of 128K take 18 MB for each KV head of 8 rows.
 
     A call takes memory of its stream, once for all calls there: what matters is the largest of them, and every stream and
-    every captured graph has its own.
+    every captured graph has its own. Slots are zero between launches, and a call leaves them so; a captured graph zeroes its
+    own once per replay, which with the invariant schedule and long tables takes time.
 
     Args:
         batch: requests, those of padding too.
@@ -82,7 +84,7 @@ def decode_workspace_bytes(
     if not batch:
         return 0, 0
     _, tile, _ = ring_of(sizes, kv_dtype.itemsize, *rows_of(sizes))
-    return memory(sizes, Work.of(sizes, schedule, tile, num_sms))
+    return 0, memory(sizes, Work.of(sizes, schedule, tile, num_sms))
 
 
 def _check_sizes(batch: int, **positive: int) -> None:

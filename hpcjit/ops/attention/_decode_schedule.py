@@ -87,7 +87,10 @@ def cut_at(x: int, request: int, request_start: int, count: int, margin: int, st
 
 
 def cuts(counts: Sequence[int], rules: Rules) -> list[Cut]:
-    """The boundaries of all workers, one more than there are workers, for requests of so many tiles."""
+    """The boundaries of all workers, one more than there are workers, for requests of so many tiles.
+
+    Intervals are counted from the end of the axis: what they are longer than need be, the first workers lack.
+    """
     heads, margin = rules.num_kv_heads, rules.margin
     starts = [0]
     for count in counts:
@@ -96,7 +99,8 @@ def cuts(counts: Sequence[int], rules: Rules) -> list[Cut]:
     sizes = (2 * margin + max(counts, default=0), rules.least, 2 * margin + rules.whole, rules.slack)
     length = interval_length(total, heads * len(counts), rules.workers, *sizes)
     found, request = [], 0
-    for x in range(0, (rules.workers + 1) * length, length):
+    for i in range(rules.workers + 1):
+        x = max(total - (rules.workers - i) * length, 0)
         while request < len(counts) and x >= starts[request + 1]:
             request += 1
         if request == len(counts):
