@@ -1,11 +1,11 @@
 // Rows of a pair that blocks have in parts become whole.
 //
 // A block that has only part of a pair passes its share (maximum, sum and undivided O of each query row) on in a slot
-// whose words are zero until they are written (ptx/global.cuh): there is neither fence nor counter. Of each kFan neighbouring
-// shares a block waits for the others, adds them in the order of the tokens and passes the result on in its own slot; a
-// block of the first group does the same with those. So the bits do not depend on who came when. A group's rows are dealt
-// to its first blocks, kJoiners at most, for one multiprocessor would take as long to read all shares as memory does to bring
-// them. A warp looks after whole rows, and no barrier is needed.
+// whose words are zero until they are written (ptx/global.cuh): there is neither fence nor counter. Of each kFan
+// neighbouring shares a block waits for the others, adds them to its own in the order of the tokens and passes the result
+// on in its slot; a block of the first group does the same with those. So the bits do not depend on who came when. The
+// rows of a group are dealt to its first blocks, kJoiners at most: one multiprocessor would take long to read all shares.
+// A warp looks after whole rows, and no barrier is needed.
 //
 // That the waiting ends: the later a block is started, the earlier on the axis of the schedule its work lies
 // (own_worker), and the GPU starts the blocks of a grid in the order of their numbers, which scans with look-back rely on
@@ -63,7 +63,8 @@ __device__ __forceinline__ Share share_of(const DecodeParams& p, const Small<Con
   return share;
 }
 
-// Four dims per lane and step of one query row, before the division by `sum`; both are relative to `max`, which may lag behind the largest logit.
+// Four dims per lane and step of one query row, before the division by `sum`; both are relative to `max`, which may lag
+// behind the largest logit.
 template <class Config>
 struct Row {
   static constexpr int kQuads = (Config::kValueHeadDim / 4 + 31) / 32;
@@ -170,8 +171,9 @@ __device__ __forceinline__ void clear_all_shares(const Slots<Config>& slots, con
 }
 
 // Adds shares to a row, in their order, as soon as they are there. Lane i brings maximum and sum of share i. Apart from the
-// loads no step depends on how many there are: what is not loaded counts as there and has no weight. `read` have been read before: they
-// become zeros while these come. If the result ends the launch, so do these at once, for the launch ends no sooner.
+// loads no step depends on how many there are: what is not loaded counts as there and has no weight.
+// `read` were read before: they become zeros while these come. If the result ends the launch, these become zeros before
+// it is made, for the launch ends no sooner than they are.
 template <class Config>
 __device__ __forceinline__ void add_shares(const Slots<Config>& slots, const Others& others, Others read,
                                            bool ends, Row<Config>& row) {

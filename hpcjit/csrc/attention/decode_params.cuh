@@ -19,7 +19,7 @@ struct DecodeParams {
   const float* sinks;       // null: none
   void* out;
   float* lse;        // null: not wanted
-  float* counters;   // shares of results, zero between launches; see decode_merge.cuh
+  float* counters;   // shares of results, zero between launches; see decode_join.cuh
   long long* fault;  // null, or {count, position, value, limit} of page ids and lengths out of range
   double scale;
   double k_factor;  // multiplies k_scale
@@ -107,8 +107,9 @@ struct Shape {
   static constexpr bool kTokenScales = Config::kKScale == 2 || Config::kVScale == 2;
   static constexpr int kScaleBytes = kTokenScales ? 2 * kTile * 4 : 0;
 
-  // Shared memory: the ring of every team, scales of tokens, sums, queries of many rows, small things. At the end of a piece the sums of a
-  // team's warps go into the stage that is free between two tiles, or into memory of their own if that is too small.
+  // Shared memory: the ring of every team, scales of tokens, sums, queries of many rows, small things. At the end of a
+  // piece the sums of a team's warps go into the stage that is free between two tiles, or into memory of their own if that
+  // is too small.
   static constexpr int kStageBytes = K::kBytes + V::kBytes;
   static constexpr int kRingBytes = kTeams * Config::kStages * kStageBytes;
   static constexpr int kScalesBytes = kTeams * Config::kStages * kScaleBytes;

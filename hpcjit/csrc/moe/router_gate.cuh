@@ -1,15 +1,14 @@
 // The gate behind a router GEMM (gemm/router_stream.cuh, gemm/router_tile.cuh): how the logits of a token get from the
 // blocks that compute them to the warp that gates it without a launch in between.
 //
-// Every token has a row in global memory that is all zero when the launch begins. A block writes a logit there as it is,
-// but 0 as -0, which no gate can tell from 0. The warp that gates the token reads the row until no word is zero, puts the
-// zeros back for the next launch, and goes on with the copy that it has. So each word is its own flag: there is no
-// fence, no counter and no second read, and all that is asked of memory is that a word is written as a whole. Accesses
-// are relaxed ones of the GPU's scope, which go to L2.
+// Every token has a row in global memory whose words are zero until they are written (ptx/global.cuh); no gate can tell a
+// logit of 0 from the -0 that stands for it. The warp that gates the token reads the row until no word is zero, puts the
+// zeros back for the next launch, and goes on with the copy that it has.
 //
 // A warp waits only for blocks that are known to have started; whoever uses this says how it knows. Those write before they
 // wait for anything, so waiting ends, whatever else the GPU runs and in whichever order blocks are placed.
 #pragma once
+#include "hpcjit/ptx/global.cuh"
 #include "hpcjit/types.cuh"
 #include "moe/gate.cuh"
 
@@ -51,19 +50,6 @@ __device__ __forceinline__ int row_pitch(int64_t num_experts) {
 __device__ __forceinline__ float* passed_row(const RouterGateParams& p, int64_t num_experts, int64_t token) {
   return reinterpret_cast<float*>(static_cast<char*>(p.counters) + p.rows_offset) +
          token * row_pitch(num_experts);
-}
-
-__device__ __forceinline__ float not_zero(float x) {
-  return __float_as_uint(x) == 0 ? -0.f : x;
-}
-
-__device__ __forceinline__ void pass(float* target, float x) {
-  asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(target), "f"(not_zero(x)) : "memory");
-}
-__device__ __forceinline__ void pass4(float* target, const float (&x)[4]) {
-  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(not_zero(x[0])),
-               "f"(not_zero(x[1])), "f"(not_zero(x[2])), "f"(not_zero(x[3]))
-               : "memory");
 }
 
 // What a lane holds of a row: four neighbours out of every 128.

@@ -34,7 +34,7 @@ struct StreamRows {
 
   __device__ __forceinline__ void begin() {}
   __device__ __forceinline__ void put(int64_t token, int64_t expert, float value) const {
-    pass(passed_row(p.gate, p.num_experts, token) + expert, value);
+    global::pass(passed_row(p.gate, p.num_experts, token) + expert, value);
     if constexpr (Config::kHasLogits) static_cast<float*>(p.out)[token * p.out_stride + expert] = value;
   }
 };

@@ -74,11 +74,11 @@ struct TileRows {
                                              const float (&value)[4]) {
     float* target = passed_row(p.gate, p.num_experts, token) + expert;
     if (expert + 4 <= p.num_experts) {
-      pass4(target, value);
+      global::pass(target, make_float4(value[0], value[1], value[2], value[3]));
     } else {
 #pragma unroll
       for (int j = 0; j < 3; ++j)
-        if (expert + j < p.num_experts) pass(target + j, value[j]);
+        if (expert + j < p.num_experts) global::pass(target + j, value[j]);
     }
     if constexpr (Config::kHasLogits) gemm::write_quad<Config>(p, token, expert, value);
   }

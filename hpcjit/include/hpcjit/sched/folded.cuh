@@ -98,9 +98,9 @@ struct Cut {
 };
 
 // Equal shares. If all pairs cost the same, moved up by at most `slack` to where whole pairs, or equal parts of a pair,
-// fill an interval: that spares the joins of pieces, and in a mixed batch only balance. No interval is shorter than `least`, nor than the largest pair
-// if that costs up to `whole`: below that a join costs more than it saves. Then equal pairs stay whole where there
-// is a worker for each.
+// fill an interval: that spares the joins of pieces, and in a mixed batch only balance. No interval is shorter than
+// `least`, nor than the largest pair if that costs up to `whole`: below that a join costs more than it saves. Then equal
+// pairs stay whole where there is a worker for each.
 template <class Int>
 HPCJIT_BOTH Int interval_length(Int total, int pairs, const Divisor& workers, int largest, int least,
                                 int whole, int slack) {
