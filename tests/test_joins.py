@@ -78,7 +78,7 @@ def test_joiners_have_their_parts_of_the_rows():
     assert (FAN, JOINERS, ONE_LEVEL) == (12, 2, 24)
     assert [Group.of(30, 1).joiner_of(n) for n in range(10)] == [12] * 4 + [13] * 4 + [12] * 2
     assert [Group.of(splits, 0)[1:] for splits in (2, 3, 12, 24, 25)] == [(2, 1), (3, 2), (12, 2), (24, 2), (12, 2)]
-    assert [Group.of(splits, 1).joiners for splits in (13, 14, 15)] == [1, 1, 2]
+    assert [Group.of(splits, 2).joiners for splits in (25, 26, 27)] == [1, 1, 2]
 
 
 def test_joins_are_the_last_piece_of_a_worker(formula: Formula):
