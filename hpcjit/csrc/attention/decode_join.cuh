@@ -147,13 +147,20 @@ __device__ __forceinline__ void pass_share(float* share, const Row<Config>& row)
 template <class Config>
 constexpr int kLoads = kFan / Row<Config>::kQuads;
 
-// Zeros again, for the next launch; by the warp that has read the shares: kLoads of them at most, from `begin` on.
+// `count` of the others, from `begin` on, that have been read.
+struct Read {
+  Others others;
+  int begin;
+  int count;
+};
+
+// Zeros again, for the next launch; by the warp that has read them.
 template <class Config>
-__device__ __forceinline__ void clear_shares(const Slots<Config>& slots, const Others& others, int begin) {
+__device__ __forceinline__ void clear_shares(const Slots<Config>& slots, Read& read) {
 #pragma unroll
   for (int i = 0; i < kLoads<Config>; ++i) {
-    if (begin + i >= others.count) break;
-    float* share = slots.of(others.split(begin + i));
+    if (i >= read.count) break;
+    float* share = slots.of(read.others.split(read.begin + i));
 #pragma unroll
     for (int quad = 0; quad < Row<Config>::kQuads; ++quad)
       if (Row<Config>::dim(quad) < Config::kValueHeadDim)
@@ -161,22 +168,16 @@ __device__ __forceinline__ void clear_shares(const Slots<Config>& slots, const O
     if (threadIdx.x % 32 == 0)
       *reinterpret_cast<float2*>(share + Config::kValueHeadDim) = make_float2(0.f, 0.f);
   }
-}
-
-template <class Config>
-__device__ __forceinline__ void clear_all_shares(const Slots<Config>& slots, const Others& others) {
-#pragma unroll 1
-  for (int begin = 0; begin < others.count; begin += kLoads<Config>)
-    clear_shares<Config>(slots, others, begin);
+  read.count = 0;
 }
 
 // Adds shares to a row, in their order, as soon as they are there. Lane i brings maximum and sum of share i. Apart from the
 // loads no step depends on how many there are: what is not loaded counts as there and has no weight.
-// `read` were read before: they become zeros while these come. If the result ends the launch, these become zeros before
-// it is made, for the launch ends no sooner than they are.
+// What was read before becomes zeros while the next shares come: loads behind stores would come late. If the result ends
+// the launch, its own shares become zeros before it is made, for the launch ends no sooner than they are.
 template <class Config>
-__device__ __forceinline__ void add_shares(const Slots<Config>& slots, const Others& others, Others read,
-                                           bool ends, Row<Config>& row) {
+__device__ __forceinline__ void add_shares(const Slots<Config>& slots, const Others& others, bool ends,
+                                           Read& read, Row<Config>& row) {
   constexpr int kQuads = Row<Config>::kQuads, kBatch = kLoads<Config>;
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -200,13 +201,13 @@ __device__ __forceinline__ void add_shares(const Slots<Config>& slots, const Oth
         for (int quad = 0; quad < kQuads; ++quad)
           if (row.dim(quad) < Config::kValueHeadDim) global::load_relaxed(share + row.dim(quad), o[i][quad]);
       }
-      clear_all_shares<Config>(slots, read);
-      read.count = 0;
+      clear_shares<Config>(slots, read);
       there = global::is_passed(stats);
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad) there &= global::are_passed(o, quad);
     } while (!__all_sync(~0u, there));
-    if (ends) clear_shares<Config>(slots, others, begin);
+    read = {others, begin, count};
+    if (ends && begin + count == others.count) clear_shares<Config>(slots, read);
     const float max = fmaxf(row.max, max_of_lanes(stats.x));
     const float weight = weight_of(stats.x, max), kept = weight_of(row.max, max);
     row.max = max;
@@ -253,16 +254,13 @@ __device__ __forceinline__ void join_blocks(const DecodeParams& p, const Share& 
     const int last = share.last.joiner_of(n), usual = share.groups > 2 ? joiner : last;
     return {share.groups - 1, kFan + usual, kFan, INT_MAX, last - usual};
   };
-  Others read = {0, 0, 0, 0, 0};
+  Read read = {{}, 0, 0};
 #pragma unroll 1
-  for (int level = 0; level < levels; ++level) {
-    const Others now = others(level);
-    add_shares<Config>(slots, now, read, level + 1 == levels && !passes, row);
-    read = now;
-  }
+  for (int level = 0; level < levels; ++level)
+    add_shares<Config>(slots, others(level), level + 1 == levels && !passes, read, row);
   if (passes) {
     pass_share<Config>(slots.of(share.split), row);
-    clear_all_shares<Config>(slots, read);
+    clear_shares<Config>(slots, read);
   } else if (levels > 0) {
     write(row);
   }
