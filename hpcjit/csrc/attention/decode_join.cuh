@@ -18,7 +18,7 @@
 namespace hpcjit::attention {
 
 constexpr int kFan = 12, kJoiners = 2;
-constexpr int kOneLevel = 24;  // so many shares are one group: a second level takes longer than to read twice
+constexpr int kOneLevel = 12;
 
 // The pair's last share joins nothing, unless it is alone: its block may have other pieces to do.
 __device__ __forceinline__ Group group_of(int index, int fan, int splits) {
