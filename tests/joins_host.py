@@ -8,12 +8,7 @@ from typing import NamedTuple
 from hpcjit import build
 
 _SOURCE = (build.PACKAGE / "csrc/attention/decode_join.cuh").read_text()
-FAN, JOINERS, ONE_LEVEL = map(int, re.findall(r"\bk(?:Fan|Joiners|OneLevel) = (\d+)", _SOURCE))
-
-
-def fan_of(splits: int) -> int:
-    """Shares of a group, of a pair in so many."""
-    return ONE_LEVEL if splits <= ONE_LEVEL else FAN
+FAN, JOINERS = map(int, re.findall(r"\bk(?:Fan|Joiners) = (\d+)", _SOURCE))
 
 
 class Share(NamedTuple):
@@ -36,8 +31,8 @@ class Group(NamedTuple):
 
     @classmethod
     def of(cls, splits: int, index: int) -> Group:
-        begin = index * fan_of(splits)
-        size = min(fan_of(splits), splits - begin)
+        begin = index * FAN
+        size = min(FAN, splits - begin)
         return cls(begin, size, max(1, min(JOINERS, size - (begin + size == splits))))
 
     def joiner_of(self, n: int) -> int:
@@ -56,8 +51,7 @@ def steps(share: Share, n: int) -> list[Step]:
     """Row n of a share, dynamic and static schedule."""
     if share.splits == 1:
         return [Step("write")]
-    fan = fan_of(share.splits)
-    group, groups = Group.of(share.splits, share.split // fan), -(-share.splits // fan)
+    group, groups = Group.of(share.splits, share.split // FAN), -(-share.splits // FAN)
     if share.split != group.joiner_of(n):
         return [Step("pass")]
     found = [Step("read", others(group.size - 1, group.begin, 1, group.joiner_of(n) - group.begin, 0))]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-from joins_host import FAN, JOINERS, ONE_LEVEL, Group, Share, Step, fan_of, invariant_steps, steps
+from joins_host import FAN, JOINERS, Group, Share, Step, invariant_steps, steps
 from schedule_host import Batch, Formula, Schedule, compiled, cut_pairs, random_batches
 
 from hpcjit.errors import ToolchainError
@@ -50,7 +50,7 @@ class TestWhoJoins:
         """A group's shares are read by its joiner, the joiners of other groups by the root."""
         for splits in SPLITS:
             everyone, joiners = of_splits(splits, n), []
-            for index in range(-(-splits // fan_of(splits))):
+            for index in range(-(-splits // FAN)):
                 group = Group.of(splits, index)
                 joiners.append(group.joiner_of(n))
                 members = range(group.begin, group.begin + group.size)
@@ -75,10 +75,10 @@ class TestWhoJoins:
 
 def test_joiners_have_their_parts_of_the_rows():
     """Two of a full group, half of the rows each, four neighbouring ones at a time."""
-    assert (FAN, JOINERS, ONE_LEVEL) == (12, 2, 24)
+    assert (FAN, JOINERS) == (12, 2)
     assert [Group.of(30, 1).joiner_of(n) for n in range(10)] == [12] * 4 + [13] * 4 + [12] * 2
-    assert [Group.of(splits, 0)[1:] for splits in (2, 3, 12, 24, 25)] == [(2, 1), (3, 2), (12, 2), (24, 2), (12, 2)]
-    assert [Group.of(splits, 2).joiners for splits in (25, 26, 27)] == [1, 1, 2]
+    assert [Group.of(splits, 0)[1:] for splits in (2, 3, 12, 13)] == [(2, 1), (3, 2), (12, 2), (12, 2)]
+    assert [Group.of(splits, 1).joiners for splits in (13, 14, 15)] == [1, 1, 2]
 
 
 def test_joins_are_the_last_piece_of_a_worker(formula: Formula):

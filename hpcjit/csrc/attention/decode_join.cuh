@@ -18,11 +18,10 @@
 namespace hpcjit::attention {
 
 constexpr int kFan = 12, kJoiners = 2;
-constexpr int kOneLevel = 12;
 
 // The pair's last share joins nothing, unless it is alone: its block may have other pieces to do.
-__device__ __forceinline__ Group group_of(int index, int fan, int splits) {
-  const int begin = index * fan, size = min(fan, splits - begin);
+__device__ __forceinline__ Group group_of(int index, int splits) {
+  const int begin = index * kFan, size = min(kFan, splits - begin);
   return {begin, size, max(1, min(kJoiners, size - (begin + size == splits ? 1 : 0)))};
 }
 
@@ -56,10 +55,9 @@ __device__ __forceinline__ Share share_of(const DecodeParams& p, const Small<Con
     share.joins =
         begun && (piece.end == piece.count || (in_pair(small.cuts[1]) && piece.end == small.cuts[1].tile));
   }
-  const int fan = share.splits <= kOneLevel ? kOneLevel : kFan;
-  share.groups = (share.splits + fan - 1) / fan;
-  share.group = group_of(share.split / fan, fan, share.splits);
-  share.last = group_of(share.groups - 1, fan, share.splits);
+  share.groups = (share.splits + kFan - 1) / kFan;
+  share.group = group_of(share.split / kFan, share.splits);
+  share.last = group_of(share.groups - 1, share.splits);
   return share;
 }
 
