@@ -298,7 +298,8 @@ def decode(
             result of such a request is undefined.
 
     Every call with the same arguments gives the same bits. Safe under CUDA graphs once the signature has run or been
-    prewarmed: lengths, rows and pages are read on the device and may change between replays.
+    prewarmed: lengths, rows and pages are read on the device and may change between replays. Blocks that share a request wait
+    for each other: a partition of a device must have room for two blocks of a launch at once, one per multiprocessor.
 
     The dynamic schedule divides the tokens of the batch evenly by a prefix sum, as Stream-K (arXiv 2301.03598) and
     LeanAttention (arXiv 2405.10480) do; parts of a request merge by their log-sum-exp as in Flash-Decoding.
