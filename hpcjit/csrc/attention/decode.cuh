@@ -5,13 +5,13 @@
 // Every block finds its share of all (request, KV head) pairs from the lengths alone (decode_work.cuh). Warps
 // form teams; each team streams its tiles through a ring of its own in shared memory (decode_load.cuh) and keeps
 // maximum, sum and O in registers (decode_tile.cuh). At the end of a piece the teams join, then the blocks that
-// share a pair (decode_merge.cuh).
+// share a pair (decode_merge.cuh, decode_join.cuh).
 //
 // Shared memory: rings | scales of tokens | sums | queries of many rows | Small (maxima, cuts). Ordering: a warp waits
 // for its own copies of a tile, then for its team; that barrier also says that all have read the tile before, whose
 // stage is filled next.
-// Nothing that a predecessor may have written is used before pdl::wait(); what is read earlier only guides
-// prefetches into L2.
+// Nothing that a predecessor may have written is used before pdl::wait(); what is read earlier guides prefetches into L2
+// and, once that is over, the first copies, which are made anew if it has changed.
 #pragma once
 #include "attention/decode_load.cuh"
 #include "attention/decode_merge.cuh"
