@@ -79,10 +79,13 @@ struct Run {
 
 template <class Int>
 __device__ __forceinline__ Int sum_of_warp(Int x) {
-  if constexpr (sizeof(Int) == 4) return __reduce_add_sync(~0u, x);
+  if constexpr (sizeof(Int) == 4) {
+    return __reduce_add_sync(~0u, x);
+  } else {
 #pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) x += __shfl_xor_sync(~0u, x, offset);
-  return x;
+    for (int offset = 1; offset < 32; offset *= 2) x += __shfl_xor_sync(~0u, x, offset);
+    return x;
+  }
 }
 
 // All threads: this worker's cuts and the axis, in shared memory. The thread whose run of requests, of which it has read

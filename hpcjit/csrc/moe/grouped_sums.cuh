@@ -98,7 +98,7 @@ class GroupedSums {
   template <int kStages>
   __device__ __forceinline__ void add_chains(Ring& ring, Ring& last, int& stages, [[maybe_unused]] bool add) {
 #pragma unroll 1
-    for (; stages >= kStages; add = true) {
+    while (stages >= kStages) {
       if constexpr (kScaled) {
         float sums[kSums];
         last = multiply_chain<kStages>(sums, ring, false);
@@ -106,6 +106,7 @@ class GroupedSums {
         for (int i = 0; i < kSums; ++i) value[i] += sums[i];
       } else {
         last = multiply_chain<kStages>(value, ring, add);
+        add = true;
       }
       stages -= kStages;
       if (stages > 0) hand_back(last);
