@@ -78,7 +78,7 @@ def small_bytes(c: DecodeConfig) -> int:
     """sizeof(Small), every member as if it were aligned to 16 bytes."""
     teams, axis = c.warps // c.row_groups, BYTES[c.axis_t]
     members = [8 * rows_of(c) * teams, 4 * teams, axis * c.warps, 4 * c.warps, 4 * c.warps]
-    members += [2 * (16 if axis == 4 else 24), 2 * 12, 16 if axis == 4 else 24, 20]
+    members += [2 * (16 if axis == 4 else 24), 2 * 12, 16 if axis == 4 else 24, 13 * 4]
     return sum(-(-size // 16) * 16 for size in members)
 
 

@@ -151,6 +151,7 @@ __global__ void __launch_bounds__(Config::kWarps * 32, Config::kBlocksPerSm)
 template <class Config>
 struct Decode {
   using Params = DecodeParams;
+  static_assert(kSmemBytes<Config> <= kMostSmemBytes, "ring_of leaves too little room for Small");
 
   static cudaError_t prepare() {
     return cudaFuncSetAttribute(decode_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize,

@@ -109,7 +109,7 @@ template <class Config>
 struct Slots {
   using S = Shape<Config>;
   static constexpr int kPitch = S::kRows * (S::kDimV + 4) * 4;  // bytes
-  char* base;                                                   // of split 1, were it in slot 1
+  char* base;                                                   // slot share.first
   int begin;
 
   __device__ __forceinline__ Slots(const DecodeParams& p, const Share& share, int n)

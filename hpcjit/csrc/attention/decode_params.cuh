@@ -200,6 +200,7 @@ struct Smem {
 
 template <class Config>
 constexpr int kSmemBytes = Shape<Config>::kSmallAt + int(sizeof(Small<Config>));
+constexpr int kMostSmemBytes = 227 * 1024;  // of a block
 
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;

@@ -137,7 +137,7 @@ def config_of(a: DecodeArgs, shape: Shape) -> DecodeConfig:
         row_groups=groups,
         row_tiles=row_tiles,
         shared_q=queries_shared(shape, groups, row_tiles),
-        axis_t="int32" if _largest_total(shape, tile) < 2**30 else "int64",  # some cuts lie past the total
+        axis_t="int32" if _largest_total(shape, tile) < 2**30 else "int64",  # all intervals together pass it
         whole_tiles=shape.page_size % tile == 0,
         shifted_pages=_log2(shape.page_size) >= 0,
         q_scale=a.q_scale is not None,
