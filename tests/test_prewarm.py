@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpcjit import cache, cases, models, prewarm, trace
+from hpcjit import cache, cases, models, prewarm, trace, usages
 from hpcjit.cases import cases_of
 from hpcjit.cli import main
 from hpcjit.errors import ArgumentError, FormatError
@@ -74,9 +74,9 @@ class TestItems:
     def test_every_described_usage_makes_a_kernel(self):
         sizes = {"hidden_size": 4096, "intermediate_size": 4096, "num_experts": 128, "top_k": 8}
         sizes |= {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "num_groups": 8, "topk_groups": 4}
-        assert set(models.USAGES) == set(ops())
-        for op, usage in models.USAGES.items():
-            calls = models.calls_of(op, tuple(sizes[name] for name in usage.sizes), [16], torch.bfloat16)
+        assert set(usages.USAGES) == set(ops())
+        for op, usage in usages.USAGES.items():
+            calls = usages.calls_of(op, tuple(sizes[name] for name in usage.sizes), [16], torch.bfloat16)
             assert [call[0].op for call in calls] == [op]
             assert prewarm.items(calls, ["sm_90a"])
 
@@ -184,7 +184,7 @@ class TestModels:
 
     def test_collecting_restores_the_operators(self):
         x = torch.ones(2, 64)
-        with models.collected() as calls:
+        with usages.collected() as calls:
             rmsnorm(x, torch.ones(64))
         assert len(calls) == 1
         assert torch.allclose(rmsnorm(x, torch.ones(64)), x)
@@ -286,7 +286,7 @@ class TestBadInput:
 
     def test_shapes_of_an_operator_that_models_do_not_call(self):
         with pytest.raises(ArgumentError, match=r"did you mean 'layernorm\.rmsnorm'"):
-            models.usage_of("layernorm.rmsnorms")
+            usages.usage_of("layernorm.rmsnorms")
 
 
 @pytest.mark.parametrize(

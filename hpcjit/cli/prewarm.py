@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hpcjit import cases, models, prewarm, registry, replay, toolchain
+from hpcjit import cases, models, prewarm, registry, replay, toolchain, usages
 from hpcjit.cli import _show
 from hpcjit.errors import ArgumentError, UnknownOpError
 from hpcjit.jit_op import JitOp
@@ -122,7 +122,7 @@ def _calls_of_shapes(options: argparse.Namespace, ops: Sequence[str]) -> Calls:
     for op in ops:
         for text in options.shapes:
             tokens, *sizes = _numbers(text)
-            calls += models.calls_of(op, tuple(sizes), [tokens], DTYPES[options.dtype or "bf16"])
+            calls += usages.calls_of(op, tuple(sizes), [tokens], DTYPES[options.dtype or "bf16"])
     return calls
 
 
