@@ -35,12 +35,19 @@ void interval(const int64_t* a, int64_t* out) {
   out[0] = interval_length<Int>(Int(a[0]), int(a[1]), workers, int(a[3]), int(a[4]), int(a[5]), int(a[6]));
 }
 template <class Int>
-Axis<Int> axis_of(const int64_t* a) {
-  return {Int(a[0]), Int(a[1]), int(a[2]), int(a[3])};
+void axis(const int64_t* a, int64_t* out) {
+  const Divisor workers{int(a[3])};
+  const Axis<Int> x = axis_of<Int>(Int(a[0]), int(a[1]), int(a[2]), workers, int(a[4]), int(a[5]), int(a[6]), int(a[7]),
+                                   int(a[8]), int(a[9]));
+  out[0] = x.total, out[1] = x.interval, out[2] = x.margin, out[3] = x.workers, out[4] = x.spared, out[5] = x.less;
+}
+template <class Int>
+Axis<Int> read_axis(const int64_t* a) {
+  return {Int(a[0]), Int(a[1]), int(a[2]), int(a[3]), int(a[4]), Int(a[5])};
 }
 template <class Int>
 void position(const int64_t* a, int64_t* out) {
-  out[0] = cut_position<Int>(axis_of<Int>(a), int(a[4]));
+  out[0] = cut_position<Int>(read_axis<Int>(a), int(a[6]));
 }
 template <class Int>
 void cut(const int64_t* a, int64_t* out) {
@@ -49,10 +56,12 @@ void cut(const int64_t* a, int64_t* out) {
 }
 template <class Int>
 void worker(const int64_t* a, int64_t* out) {
-  out[0] = worker_of<Int>(axis_of<Int>(a), Int(a[4]), int(a[5]), int(a[6]));
+  out[0] = worker_of<Int>(read_axis<Int>(a), Int(a[6]), int(a[7]), int(a[8]));
 }
 extern "C" void interval_32(const int64_t* a, int64_t* out) { interval<int32_t>(a, out); }
 extern "C" void interval_64(const int64_t* a, int64_t* out) { interval<int64_t>(a, out); }
+extern "C" void axis_32(const int64_t* a, int64_t* out) { axis<int32_t>(a, out); }
+extern "C" void axis_64(const int64_t* a, int64_t* out) { axis<int64_t>(a, out); }
 extern "C" void position_32(const int64_t* a, int64_t* out) { position<int32_t>(a, out); }
 extern "C" void position_64(const int64_t* a, int64_t* out) { position<int64_t>(a, out); }
 extern "C" void cut_32(const int64_t* a, int64_t* out) { cut<int32_t>(a, out); }
@@ -81,13 +90,15 @@ class Axis(NamedTuple):
     interval: int
     margin: int
     workers: int
+    spared: int
+    less: int
 
 
 class Formula:
     """The functions of the header on an axis of 32 or 64 bits. No argument may exceed what the kernel computes it in."""
 
     def __init__(self, library: ctypes.CDLL, bits: int) -> None:
-        self._library, self._bits, self._out = library, bits, (ctypes.c_int64 * 4)()
+        self._library, self._bits, self._out = library, bits, (ctypes.c_int64 * 6)()
 
     def tiles(self, seq_len: int, q_len: int, window: int, tile_tokens: int) -> tuple[int, int]:
         """First tile and number of tiles."""
@@ -97,8 +108,12 @@ class Formula:
     def interval(self, total: int, pairs: int, workers: int, largest: int, least: int, whole: int, slack: int) -> int:
         return self._call(f"interval_{self._bits}", 1, total, pairs, workers, largest, least, whole, slack)[0]
 
+    def axis(self, total: int, batch: int, heads: int, workers: int, longest: int, *rules: int) -> Axis:
+        """`rules`: margin, least, whole, slack, less."""
+        return Axis(*self._call(f"axis_{self._bits}", 1, total, batch, heads, workers, longest, *rules))
+
     def cut(self, x: int, request: int, start: int, count: int, margin: int, step: int) -> Cut:
-        return Cut(*self._call(f"cut_{self._bits}", 1, x, request, start, count, margin, step))
+        return Cut(*self._call(f"cut_{self._bits}", 1, x, request, start, count, margin, step)[:4])
 
     def quotient(self, a: int, b: int) -> int:
         """By Divisor; 32 bits."""
@@ -154,6 +169,7 @@ class Batch:
     least: int = 1
     whole: int = 0
     slack: int = 0
+    less: int = 0
     step: int = 0  # tiles of a piece of the invariant schedule; 0: dynamic
 
 
@@ -181,12 +197,10 @@ class Schedule:
         costs = [batch.heads * (2 * batch.margin + count) for count in self.counts]
         self.starts = [0, *accumulate(costs)]
         self.total = formula.fits(self.starts[-1])
-        largest = 2 * batch.margin + max(self.counts)
-        whole = 2 * batch.margin + batch.whole
-        pairs = batch.heads * len(self.counts)
-        interval = formula.interval(self.total, pairs, batch.workers, largest, batch.least, whole, batch.slack)
-        formula.fits(batch.workers * interval)  # the difference to it too, which may be negative
-        self.axis = Axis(self.total, interval, batch.margin, batch.workers)
+        rules = (batch.margin, batch.least, batch.whole, batch.slack, 0 if batch.step else batch.less)
+        sizes = (len(self.counts), batch.heads, batch.workers, max(self.counts))
+        self.axis = formula.axis(self.total, *sizes, *rules)
+        formula.fits(batch.workers * self.axis.interval)  # the difference to it too, which may be negative
 
     @cached_property
     def cuts(self) -> list[Cut]:
@@ -266,6 +280,7 @@ def random_batch(r: random.Random) -> Batch:
         least=r.choice((0, 1, 4, 8, 16)),
         whole=r.choice((0, 0, 5, 40, 200)),
         slack=r.choice((0, 0, 1, 8, 16)),
+        less=r.choice((0, 0, 1, 10, 40)),
     )
 
 

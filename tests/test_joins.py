@@ -192,7 +192,7 @@ def dynamic_blocks(formula: Formula, batch: Batch, rows: int) -> list[list[Task]
 
 
 def static_blocks(counts: list[int], heads: int, splits: int, rows: int) -> list[list[Task]]:
-    rules = Rules(heads, len(counts) * heads * splits, splits, least=1, whole=0, slack=0, margin=1)
+    rules = Rules(heads, len(counts) * heads * splits, splits, least=1, whole=0, slack=0, less=0, margin=1)
 
     def task(piece) -> Task:
         count, pair = counts[piece.request], piece.request * heads + piece.head

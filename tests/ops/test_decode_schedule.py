@@ -15,7 +15,7 @@ from hpcjit.ops.attention._decode_shape import DecodeArgs
 
 
 def rules(heads: int, splits: int) -> Rules:
-    return Rules(heads, heads * splits, splits, least=1, whole=0, slack=0, margin=1)
+    return Rules(heads, heads * splits, splits, least=1, whole=0, slack=0, less=0, margin=1)
 
 
 def test_static_parts_are_equal_and_cover_every_pair_once():

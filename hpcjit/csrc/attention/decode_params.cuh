@@ -42,6 +42,7 @@ struct DecodeParams {
   int64_t least;       // least tiles of a worker; see sched::interval_length
   int64_t whole;       // tiles up to which a pair is not cut
   int64_t slack;       // tiles that a worker may get more, for the sake of fewer cuts
+  int64_t less;        // tiles that the first workers get less where a request is in many parts
   int64_t margin;      // half of what it costs to open and close a pair, in tiles
   int64_t max_pieces;  // invariant: slots of a pair
   int64_t q_token_stride;

@@ -129,9 +129,9 @@ __device__ __forceinline__ void find_cuts(const DecodeParams& p, Small<Config>& 
     if (lane >= offset) up_to += other;
   }
   const Int all = heads * total;
-  const Int interval = sched::interval_length<Int>(all, heads * int(p.batch), workers, 2 * margin + longest,
-                                                   int(p.least), 2 * margin + int(p.whole), int(p.slack));
-  const sched::Axis<Int> axis = {all, interval, margin, int(gridDim.x)};
+  const sched::Axis<Int> axis =
+      sched::axis_of<Int>(all, int(p.batch), heads, workers, longest, margin, int(p.least), int(p.whole),
+                          int(p.slack), Config::kSchedule == kDynamic ? int(p.less) : 0);
   const Int run_begin = heads * (before + up_to - own), run_end = heads * (before + up_to);
   if (threadIdx.x == 0) small.axis = axis;
 #pragma unroll 1

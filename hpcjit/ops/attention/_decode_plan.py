@@ -19,6 +19,7 @@ _RING_BYTES = 128 * 1024  # all rings together; deeper ones gain nothing
 _LEAST_BYTES = 64 * 1024  # of keys and values that a worker gets
 _WHOLE_BYTES = 320 * 1024  # up to which a pair is not cut
 _SLACK_TILES = 8  # more for some workers, if that spares cuts
+_LESS_TILES = 10  # less for the first workers, where one request is in many parts
 _MARGIN_TILES = 8  # half of what it costs to open and close a pair, in tiles of about 8 KiB
 _STATIC_SPLITS = 16  # at most
 ASSUMED_SMS = 132  # for meta tensors
@@ -67,7 +68,7 @@ DECODE = Template(
         *("q", "k_cache", "v_cache", "block_table", "seq_lens", "cu_seqlens_q", "q_scale", "k_scale", "v_scale"),
         *("sinks", "out", "lse", "counters", "fault", "scale", "k_factor", "v_factor", "softcap"),
         *("batch", "total_q", "max_q_len", "num_kv_heads", "group", "num_pages", "page_size", "page_shift", "capacity"),
-        *("table_width", "table_stride", "window", "workers", "splits", "least", "whole", "slack", "margin"),
+        *("table_width", "table_stride", "window", "workers", "splits", "least", "whole", "slack", "less", "margin"),
         "max_pieces",
         *("q_token_stride", "q_head_stride", "q_scale_token_stride", "q_scale_head_stride"),
         *("k_page_stride", "k_slot_stride", "k_head_stride", "v_page_stride", "v_slot_stride", "v_head_stride"),
@@ -230,6 +231,7 @@ def plan(op: Any, *args: Any) -> Plan:
         "least": _LEAST_BYTES // tile_bytes,
         "whole": _WHOLE_BYTES // tile_bytes,
         "slack": _SLACK_TILES // larger,
+        "less": _LESS_TILES // larger,
         "margin": _MARGIN_TILES // larger,
     }
     for name in ("q", "q_scale", "out", "lse"):

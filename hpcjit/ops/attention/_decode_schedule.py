@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+MANY_PARTS = 13  # kManyParts
+
 
 class Cut(NamedTuple):
     """A boundary between two workers: before `tile` of pair (request, head), whose part of the axis begins at `start`."""
@@ -44,6 +46,7 @@ class Rules:
     least: int
     whole: int
     slack: int
+    less: int
     margin: int
     tile: int = 16  # tokens
 
@@ -75,6 +78,35 @@ def interval_length(total: int, pairs: int, workers: int, largest: int, least: i
     return even if even - length <= slack else length
 
 
+class Axis(NamedTuple):
+    """How workers divide an axis of length `total`: the first `spared` of them get `less` less than an interval."""
+
+    total: int
+    interval: int
+    workers: int
+    spared: int = 0
+    less: int = 0
+
+    @classmethod
+    def of(cls, counts: Sequence[int], rules: Rules) -> Axis:
+        """For requests of so many tiles."""
+        heads, margin, workers = rules.num_kv_heads, rules.margin, rules.workers
+        longest = max(counts, default=0)
+        total = sum(heads * (2 * margin + count) for count in counts)
+        sizes = (2 * margin + longest, rules.least, 2 * margin + rules.whole, rules.slack)
+        axis = cls(total, interval_length(total, heads * len(counts), workers, *sizes), workers)
+        spared = workers // 4
+        if rules.less <= 0 or heads > 1 or longest <= MANY_PARTS * axis.interval:
+            return axis
+        less = min(rules.less, axis.interval // 2)
+        length = max(axis.interval, -(-(total + spared * less) // workers))
+        return cls(total, length, workers, spared, less)
+
+    def position(self, worker: int) -> int:
+        """Where the work of a worker begins."""
+        return max(self.total - (self.workers - worker) * self.interval + max(self.spared - worker, 0) * self.less, 0)
+
+
 def cut_at(x: int, request: int, request_start: int, count: int, margin: int, step: int = 1) -> Cut:
     """The cut at position x of the axis, which lies in `request`, each of whose heads has `count` tiles."""
     cost = 2 * margin + count
@@ -95,16 +127,14 @@ def cuts(counts: Sequence[int], rules: Rules) -> list[Cut]:
     starts = [0]
     for count in counts:
         starts.append(starts[-1] + heads * (2 * margin + count))
-    total = starts[-1]
-    sizes = (2 * margin + max(counts, default=0), rules.least, 2 * margin + rules.whole, rules.slack)
-    length = interval_length(total, heads * len(counts), rules.workers, *sizes)
+    axis = Axis.of(counts, rules)
     found, request = [], 0
     for i in range(rules.workers + 1):
-        x = max(total - (rules.workers - i) * length, 0)
+        x = axis.position(i)
         while request < len(counts) and x >= starts[request + 1]:
             request += 1
         if request == len(counts):
-            found.append(Cut(request, 0, 0, total))
+            found.append(Cut(request, 0, 0, axis.total))
             continue
         cut = cut_at(x, request, starts[request], counts[request], margin)
         found.append(cut if cut.head < heads else cut._replace(request=request + 1, head=0))

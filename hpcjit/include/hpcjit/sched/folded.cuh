@@ -5,6 +5,7 @@
 //
 //   pair (b, h) owns [S, S + c_b)       S = num_heads * (c_0 + ... + c_{b-1}) + h * c_b
 //   worker i of n works on [total - (n - i) L, total - (n - i - 1) L)    L = ceil(total / n), or more (see interval_length)
+//   or, of the first k, if these get m less (see axis_of), (k - i) m and (k - i - 1) m further on
 //   a cut at x in pair (b, h) falls before tile max(0, x - S - margin), or behind the pair if there is no such tile
 //
 // The margins before and behind the tiles are what it costs to open and to close a piece.
@@ -79,12 +80,15 @@ struct Axis {
   Int interval;  // L
   int margin;    // in tiles; at least 1
   int workers;
+  int spared;  // k: so many workers, the first,
+  Int less;    // m: get so much less; below `interval`
 };
 
 // Where the work of worker i begins, which is where that of worker i - 1 ends; `workers` gives the end of the axis.
 template <class Int>
 HPCJIT_BOTH Int cut_position(const Axis<Int>& axis, int i) {
-  const Int x = axis.total - Int(axis.workers - i) * axis.interval;
+  const int spared = axis.spared > i ? axis.spared - i : 0;
+  const Int x = axis.total - Int(axis.workers - i) * axis.interval + Int(spared) * axis.less;
   return x > 0 ? x : 0;
 }
 
@@ -118,6 +122,26 @@ HPCJIT_BOTH Int interval_length(Int total, int pairs, const Divisor& workers, in
   return even - length <= slack ? even : length;
 }
 
+constexpr int kManyParts = 13;
+
+// The axis of a launch whose longest pair has `longest` tiles. Who joins parts of a pair ends late, and what comes next on that
+// multiprocessor begins late: that is the first workers' (attention/decode_work.cuh). So, if a request has more than
+// kManyParts parts and there is one head, a quarter of the workers gets `less` less, though no less than half, and all others a
+// little more.
+template <class Int>
+HPCJIT_BOTH Axis<Int> axis_of(Int total, int batch, int heads, const Divisor& workers, int longest,
+                              int margin, int least, int whole, int slack, int less) {
+  const int largest = 2 * margin + longest, n = int(workers.by);
+  Int length = interval_length<Int>(total, heads * batch, workers, largest, least, 2 * margin + whole, slack);
+  Axis<Int> axis = {total, length, margin, n, 0, 0};
+  if (less <= 0 || heads > 1 || Int((longest - 1) / kManyParts) < length) return axis;
+  axis.spared = n / 4;
+  axis.less = less < length / 2 ? Int(less) : Int(length / 2);
+  length = workers.divide(Int(total + Int(axis.spared) * axis.less + n - 1));
+  axis.interval = axis.interval > length ? axis.interval : length;
+  return axis;
+}
+
 // The cut at x, which lies in request b with `count` tiles: request_start is num_heads * (c_0 + ... + c_{b-1}). Cuts
 // fall only before multiples of `step` tiles. One behind a pair is given as head + 1, tile 0; that head may not exist.
 template <class Int>
@@ -135,7 +159,9 @@ HPCJIT_BOTH Cut<Int> cut_at(Int x, int request, Int request_start, int count, in
 template <class Int>
 HPCJIT_BOTH int worker_of(const Axis<Int>& axis, Int start, int tile, int count) {
   const Int behind = axis.total - 1 - (start + axis.margin + (count > 0 ? tile : 0));
-  return axis.workers - 1 - int(divide(behind, axis.interval));
+  const Int usual = Int(axis.workers - axis.spared) * axis.interval;
+  if (behind < usual) return axis.workers - 1 - int(divide(behind, axis.interval));
+  return axis.spared - 1 - int(divide(behind - usual, axis.interval - axis.less));
 }
 
 }  // namespace hpcjit::sched
