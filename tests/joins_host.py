@@ -1,14 +1,57 @@
-"""Who passes what on to whom in the decode kernel: `Group`, `Others`, `Slots` and `join_blocks` of `decode_join.cuh`."""
+"""Who passes what on to whom in the decode kernel: `sched/joins.cuh` compiled for the host, and `join_blocks` around it."""
 
 from __future__ import annotations
 
-import re
+import ctypes
+import tempfile
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
-from hpcjit import build
+from host_library import compile_library
 
-_SOURCE = (build.PACKAGE / "csrc/attention/decode_join.cuh").read_text()
-FAN, JOINERS = map(int, re.findall(r"\bk(?:Fan|Joiners) = (\d+)", _SOURCE))
+SHIM = r"""
+#include "hpcjit/sched/joins.cuh"
+using namespace hpcjit::sched;
+
+extern "C" void constants(const int*, int* out) { out[0] = kFan, out[1] = kJoiners; }
+extern "C" void group(const int* a, int* out) {
+  const Group x = group_of(a[0], a[1]);
+  out[0] = x.begin, out[1] = x.size, out[2] = x.joiners;
+}
+extern "C" void joiner(const int* a, int* out) { out[0] = Group{a[0], a[1], a[2]}.joiner_of(a[3]); }
+extern "C" void turn(const int* a, int* out) {
+  const int split = a[0], splits = a[1], n = a[2], groups = (splits + kFan - 1) / kFan;
+  const Turn x = turn_of(group_of(split / kFan, splits), groups, split, n);
+  out[0] = x.levels, out[1] = x.passes;
+}
+extern "C" void others(const int* a, int* out) {
+  const int split = a[0], splits = a[1], groups = (splits + kFan - 1) / kFan;
+  const Others x = others_of(group_of(split / kFan, splits), group_of(groups - 1, splits), groups, a[2], a[3]);
+  out[0] = x.count;
+  for (int i = 0; i < x.count; ++i) out[1 + i] = x.split(i);
+}
+"""
+_MOST = 4096  # splits
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Raises ToolchainError where there is no host compiler."""
+    with tempfile.TemporaryDirectory() as folder:
+        return compile_library(Path(folder), "joins", SHIM)
+
+
+def _call(name: str, size: int, *values: int) -> list[int]:
+    out = (ctypes.c_int * _MOST)()
+    getattr(library(), name)((ctypes.c_int * len(values))(*values), out)
+    return out[:size]
+
+
+def constants() -> tuple[int, int]:
+    """kFan and kJoiners."""
+    fan, joiners = _call("constants", 2)
+    return fan, joiners
 
 
 class Share(NamedTuple):
@@ -31,13 +74,11 @@ class Group(NamedTuple):
 
     @classmethod
     def of(cls, splits: int, index: int) -> Group:
-        begin = index * FAN
-        size = min(FAN, splits - begin)
-        return cls(begin, size, max(1, min(JOINERS, size - (begin + size == splits))))
+        return cls(*_call("group", 3, index, splits))
 
     def joiner_of(self, n: int) -> int:
         """The split that joins row n."""
-        return self.begin + (n // 4 % 2 & (self.joiners - 1))
+        return self.begin + _call("joiner", 1, *self, n)[0]
 
 
 class Step(NamedTuple):
@@ -47,29 +88,23 @@ class Step(NamedTuple):
     splits: tuple[int, ...] = ()
 
 
+@cache
+def _steps(split: int, splits: int, n: int) -> list[Step]:
+    levels, passes = _call("turn", 2, split, splits, n)
+    found = []
+    for level in range(levels):
+        count, *others = _call("others", _MOST, split, splits, n, level)
+        found.append(Step("read", tuple(others[:count])))
+    return [*found, Step("pass" if passes else "write")]
+
+
 def steps(share: Share, n: int) -> list[Step]:
     """Row n of a share, dynamic and static schedule."""
-    if share.splits == 1:
-        return [Step("write")]
-    group, groups = Group.of(share.splits, share.split // FAN), -(-share.splits // FAN)
-    if share.split != group.joiner_of(n):
-        return [Step("pass")]
-    found = [Step("read", others(group.size - 1, group.begin, 1, group.joiner_of(n) - group.begin, 0))]
-    if group.begin > 0:
-        return [*found, Step("pass")]
-    if groups > 1:
-        usual, last = (Group.of(share.splits, index).joiner_of(n) - index * FAN for index in (1, groups - 1))
-        found.append(Step("read", others(groups - 1, FAN + usual, FAN, groups, last - usual)))
-    return [*found, Step("write")]
+    return [Step("write")] if share.splits == 1 else _steps(share.split, share.splits, n)
 
 
 def invariant_steps(share: Share) -> list[Step]:
     if share.splits == 1:
         return [Step("write")]
-    joined = [Step("read", others(share.splits, 0, 1, share.splits, 0)), Step("write")] if share.joins else []
+    joined = [Step("read", tuple(range(share.splits))), Step("write")] if share.joins else []
     return [Step("pass"), *joined]
-
-
-def others(count: int, first: int, step: int, skip: int, last: int) -> tuple[int, ...]:
-    """As Others::split of 0 to count - 1."""
-    return tuple(first + i * step + (i >= skip) + (last if i == count - 1 else 0) for i in range(count))

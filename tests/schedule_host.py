@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
+from host_library import compile_library
 from joins_host import Share
 
-from hpcjit import build, toolchain
 from hpcjit.ops.attention._decode_plan import Work
 from hpcjit.ops.attention._decode_shape import Sizes
 
@@ -138,21 +137,8 @@ class Formula:
 
 def compiled(folder: Path) -> dict[int, Formula]:
     """By the bits of the axis. Raises ToolchainError where there is no host compiler."""
-    source, library = folder / "schedule.cpp", folder / "schedule.so"
-    source.write_text(SHIM)
-    command = [
-        toolchain.find_host_compiler().path,
-        "-std=c++17",
-        "-O2",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-shared",
-        "-fPIC",
-    ]
-    subprocess.run([*command, "-I", str(build.PACKAGE / "include"), "-o", str(library), str(source)], check=True)
-    loaded = ctypes.CDLL(str(library))
-    return {bits: Formula(loaded, bits) for bits in (32, 64)}
+    library = compile_library(folder, "schedule", SHIM)
+    return {bits: Formula(library, bits) for bits in (32, 64)}
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,23 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-from joins_host import FAN, JOINERS, Group, Share, Step, invariant_steps, steps
+from joins_host import Group, Share, Step, constants, invariant_steps, library, steps
 from schedule_host import Batch, Formula, Schedule, compiled, cut_pairs, random_batches
 
 from hpcjit.errors import ToolchainError
 from hpcjit.ops.attention._decode_schedule import Rules, static
 
+FAN, JOINERS = 12, 2
 ROWS = (0, 3, 4, 7, 8, 12, 127)  # each of a row's residues that matter
 SPLITS = (*range(2, 4 * FAN + 3), 132, 264, 511, 2048)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler() -> None:
+    try:
+        library()
+    except ToolchainError as problem:
+        pytest.skip(str(problem))
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +84,7 @@ class TestWhoJoins:
 
 def test_joiners_have_their_parts_of_the_rows():
     """Two of a full group, half of the rows each, four neighbouring ones at a time."""
-    assert (FAN, JOINERS) == (12, 2)
+    assert constants() == (FAN, JOINERS)
     assert [Group.of(30, 1).joiner_of(n) for n in range(10)] == [12] * 4 + [13] * 4 + [12] * 2
     assert [Group.of(splits, 0)[1:] for splits in (2, 3, 12, 13)] == [(2, 1), (3, 2), (12, 2), (12, 2)]
     assert [Group.of(splits, 1).joiners for splits in (13, 14, 15)] == [1, 1, 2]

@@ -17,14 +17,6 @@
 
 namespace hpcjit::attention {
 
-constexpr int kFan = 12, kJoiners = 2;
-
-// The pair's last share joins nothing, unless it is alone: its block may have other pieces to do.
-__device__ __forceinline__ Group group_of(int index, int splits) {
-  const int begin = index * kFan, size = min(kFan, splits - begin);
-  return {begin, size, max(1, min(kJoiners, size - (begin + size == splits ? 1 : 0)))};
-}
-
 // By one thread, before the piece's tiles are there.
 template <class Config>
 __device__ __forceinline__ Share share_of(const DecodeParams& p, const Small<Config>& small,
@@ -55,9 +47,9 @@ __device__ __forceinline__ Share share_of(const DecodeParams& p, const Small<Con
     share.joins =
         begun && (piece.end == piece.count || (in_pair(small.cuts[1]) && piece.end == small.cuts[1].tile));
   }
-  share.groups = (share.splits + kFan - 1) / kFan;
-  share.group = group_of(share.split / kFan, share.splits);
-  share.last = group_of(share.groups - 1, share.splits);
+  share.groups = (share.splits + sched::kFan - 1) / sched::kFan;
+  share.group = sched::group_of(share.split / sched::kFan, share.splits);
+  share.last = sched::group_of(share.groups - 1, share.splits);
   return share;
 }
 
@@ -120,19 +112,6 @@ struct Slots {
   }
 };
 
-// The shares that a row waits for: `count` of them, `step` apart, without the one at `skip`; the last lies `last` further on.
-struct Others {
-  int count;
-  int first;
-  int step;
-  int skip;
-  int last;
-
-  __device__ __forceinline__ int split(int i) const {
-    return first + i * step + (i >= skip ? 1 : 0) + (i == count - 1 ? last : 0);
-  }
-};
-
 template <class Config>
 __device__ __forceinline__ void pass_share(float* share, const Row<Config>& row) {
 #pragma unroll
@@ -143,11 +122,11 @@ __device__ __forceinline__ void pass_share(float* share, const Row<Config>& row)
 
 // Shares that a warp reads at a time.
 template <class Config>
-constexpr int kLoads = kFan / Row<Config>::kQuads;
+constexpr int kLoads = sched::kFan / Row<Config>::kQuads;
 
 // `count` of the others, from `begin` on, that have been read.
 struct Read {
-  Others others;
+  sched::Others others;
   int begin;
   int count;
 };
@@ -174,7 +153,7 @@ __device__ __forceinline__ void clear_shares(const Slots<Config>& slots, Read& r
 // What was read before becomes zeros while the next shares come: loads behind stores would come late. If the result ends
 // the launch, its own shares become zeros before it is made, for the launch ends no sooner than they are.
 template <class Config>
-__device__ __forceinline__ void add_shares(const Slots<Config>& slots, const Others& others, bool ends,
+__device__ __forceinline__ void add_shares(const Slots<Config>& slots, const sched::Others& others, bool ends,
                                            Read& read, Row<Config>& row) {
   constexpr int kQuads = Row<Config>::kQuads, kBatch = kLoads<Config>;
   const int lane = threadIdx.x % 32;
@@ -234,10 +213,7 @@ __device__ __forceinline__ void join_blocks(const DecodeParams& p, const Share& 
     return;
   }
   const Slots<Config> slots(p, share, n);
-  const Group& group = share.group;
-  const int joiner = group.joiner_of(n);
-  int levels = share.split != group.begin + joiner ? 0 : group.begin > 0 || share.groups == 1 ? 1 : 2;
-  bool passes = levels == 0 || group.begin > 0;
+  auto [levels, passes] = sched::turn_of(share.group, share.groups, share.split, n);
   if constexpr (Config::kSchedule == kInvariant) {
     // Which pieces a worker has must not matter: all shares take the same way.
     pass_share<Config>(slots.of(share.split), row);
@@ -245,12 +221,9 @@ __device__ __forceinline__ void join_blocks(const DecodeParams& p, const Share& 
     passes = false;
     row.clear();
   }
-  const auto others = [&](int level) -> Others {
+  const auto others = [&](int level) -> sched::Others {
     if (Config::kSchedule == kInvariant) return {share.splits, 0, 1, INT_MAX, 0};
-    if (level == 0) return {group.size - 1, group.begin, 1, joiner, 0};
-    // All groups but the last have as many joiners as this one. Of two, the second is the last.
-    const int last = share.last.joiner_of(n), usual = share.groups > 2 ? joiner : last;
-    return {share.groups - 1, kFan + usual, kFan, INT_MAX, last - usual};
+    return sched::others_of(share.group, share.last, share.groups, n, level);
   };
   Read read = {{}, 0, 0};
 #pragma unroll 1

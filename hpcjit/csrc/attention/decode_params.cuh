@@ -1,6 +1,6 @@
 // Launch parameters, compile-time shape and shared-memory map of decode attention.
 #pragma once
-#include "hpcjit/sched/folded.cuh"
+#include "hpcjit/sched/joins.cuh"
 #include "hpcjit/types.cuh"
 
 namespace hpcjit::attention {
@@ -133,16 +133,6 @@ struct Request {
   int q_start;
 };
 
-// Neighbouring shares of a pair, [begin, begin + size), of which the first `joiners` join rows.
-struct Group {
-  int begin;
-  int size;
-  int joiners;
-
-  // Four neighbouring rows stay together: their warps have a scheduler each.
-  __device__ __forceinline__ int joiner_of(int n) const { return n / 4 % 2 & (joiners - 1); }
-};
-
 // Part `split` of the `splits` of a pair. Its slot is `first` + split, or `first` + `begin` for split 0. Its group, how many
 // groups there are, and the last of them. Under the invariant schedule: whether the worker of this piece joins the pair,
 // and has now done all of its own pieces.
@@ -151,9 +141,9 @@ struct Share {
   int splits;
   int first;
   int begin;
-  Group group;
+  sched::Group group;
   int groups;
-  Group last;
+  sched::Group last;
   bool joins;
 };
 
