@@ -87,6 +87,7 @@ def group_quant(input, output_q, output_s, group_size):
 
 
 def topk_softmax(topk_weights, topk_ids, gating_output, renormalize, moe_softcapping, correction_bias):
+    assert correction_bias is None, "is added to the logits"
     weights, ids = gating_output.float().softmax(-1).topk(topk_ids.shape[-1])
     topk_weights.copy_(weights / weights.sum(-1, keepdim=True) if renormalize else weights)
     topk_ids.copy_(ids)
@@ -202,6 +203,40 @@ def test_arguments_reach_the_peer_in_its_order(op: str, backend: KernelBackend, 
     monkeypatch.setattr(_peers, "sglang", lambda module, name: SGLANG[module][name])
     found = numerics.check(operator(op), demo_args(op), getattr(operator(op), backend.method))
     assert all(deviation.ok for deviation in found), [str(deviation) for deviation in found]
+
+
+class TestGates:
+    """Peers read raw rows: what they would read as something else is refused."""
+
+    @pytest.mark.parametrize(
+        ("op", "backend"),
+        [
+            ("moe.topk_softmax", KernelBackend.AOT),
+            ("moe.topk_sigmoid", KernelBackend.AOT),
+            ("moe.grouped_topk", KernelBackend.FLASHINFER),
+        ],
+    )
+    def test_views(self, op: str, backend: KernelBackend):
+        args = list(demo_args(op))
+        for i, value in enumerate(args):
+            if isinstance(value, torch.Tensor) and value.ndim == 2:
+                wide = value.new_zeros(value.shape[0], value.shape[1] + 8)
+                strided = [*args[:i], wide[:, : value.shape[1]].copy_(value), *args[i + 1 :]]
+                with pytest.raises(BackendError, match="contiguous"):
+                    getattr(operator(op), backend.method)(*strided)
+
+    def test_ids_that_are_a_view(self):
+        args = list(demo_args("moe.moe_align_block_size"))
+        args[0] = args[0].repeat(1, 2)[:, : args[0].shape[1]]
+        with pytest.raises(BackendError, match="contiguous"):
+            operator("moe.moe_align_block_size").forward_aot(*args)
+
+    def test_bias_of_a_softmax(self):
+        """Ours is added to the probabilities, SGLang's to the logits."""
+        logits, *options, _, num_valid_tokens, weights, ids = demo_args("moe.topk_softmax")
+        bias = torch.zeros(logits.shape[1])
+        with pytest.raises(BackendError, match="it has no bias"):
+            operator("moe.topk_softmax").forward_aot(logits, *options, bias, num_valid_tokens, weights, ids)
 
 
 class TestLayernormOfFlashInfer:

@@ -18,6 +18,13 @@ def require(op: str, name: str, value: torch.Tensor, min_ndim: int = 1) -> None:
         checks.tensor(op, name, value, min_ndim=min_ndim)
 
 
+def require_rank(op: str, name: str, value: torch.Tensor, ndim: int) -> None:
+    """As `require`, where another argument's range follows from the shape."""
+    require(op, name, value, ndim)
+    if value.ndim != ndim:
+        raise ArgumentError(op, name, f"of rank {ndim}", checks.describe(value))
+
+
 def compiling(op: str, backend: str | None) -> bool:
     """Whether torch.compile is tracing the caller. What it compiles chooses its backend when it runs, so none can be named."""
     if not torch.compiler.is_compiling():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from op_tools import rejects, same_bits
 
 from hpcjit.cases import Maker
 from hpcjit.errors import ArgumentError, ArgumentTypeError
-from hpcjit.ops.moe import topk_softmax
+from hpcjit.ops.moe import grouped_topk, topk_sigmoid, topk_softmax
 
 OP = "moe.topk_softmax"
 NAN, INF = float("nan"), float("inf")
@@ -192,9 +194,11 @@ class TestRefused:
                 topk_softmax(logits, top_k)
 
     def test_logits(self, m: Maker):
-        for shape in ((4, 1025), (4, 0), (2, 3, 8)):
-            with pytest.raises(ArgumentError, match=r"1 to 1024 experts|top_k"):
-                topk_softmax(m.normal(*shape), 1)
+        with rejects(OP, "logits", match="1 to 1024 experts"):
+            topk_softmax(m.normal(4, 1025), 1)
+        for gate in (topk_softmax, topk_sigmoid, partial(grouped_topk, num_groups=2, topk_groups=1)):
+            with pytest.raises(ArgumentError, match=r"'logits' must be of rank 2"):
+                gate(m.normal(2, 4, 256), 8)
         with rejects(OP, "logits", match="1 to 1024 experts"):
             topk_softmax(m.normal(4, 0), 4)
         with rejects(OP, "logits", match="rank 2"):

@@ -13,7 +13,7 @@ from hpcjit.errors import ArgumentError
 from hpcjit.jit_op import NOTHING, JitOp, Plan
 from hpcjit.ops import _peers
 from hpcjit.ops._rows import AT_END, AT_START, TYPE_NAMES, vector_width
-from hpcjit.ops._tensors import FLOATS, accumulation_dtype, require
+from hpcjit.ops._tensors import FLOATS, accumulation_dtype, require_rank
 from hpcjit.spec import KernelBackend
 
 MAX_EXPERTS = 1024
@@ -182,13 +182,17 @@ class GateOp(JitOp):
         _triton.gate(self.op, self.gate(*args))
 
     def _refuse(self, backend: KernelBackend, a: GateArgs, *unsupported: str) -> None:
-        """Refuse a call of a peer that has none of these options."""
+        """Refuse a call of a peer that has none of these options, and reads rows without gaps."""
         for name in unsupported:
             if getattr(a, name) != GateArgs._field_defaults.get(name, _UNUSED.get(name)):
                 _peers.refuse(self.op, backend, f"it has no {name}")
+        for name in ("logits", "bias", "weights", "ids"):
+            value = getattr(a, name)
+            if value is not None and not value.is_contiguous():
+                _peers.refuse(self.op, backend, f"it takes contiguous tensors, '{name}' has strides {value.stride()}")
 
 
-_UNUSED: dict[str, Any] = {"num_shared_experts": 0, "num_valid_tokens": None, "scaling_factor": 1.0}
+_UNUSED: dict[str, Any] = {"bias": None, "num_shared_experts": 0, "num_valid_tokens": None, "scaling_factor": 1.0}
 
 
 def _config(a: GateArgs, logits_stride: int, wide: bool) -> GateConfig:
@@ -309,7 +313,7 @@ def outputs(
     ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The results' tensors, new where the caller gave none."""
-    require(op, "logits", logits, 2)
+    require_rank(op, "logits", logits, 2)
     if weights is None or ids is None:
         checks.integer(op, "top_k", top_k, low=1, high=min(MAX_TOP_K, logits.shape[1] or MAX_TOP_K))
         checks.integer(op, "num_shared_experts", num_shared_experts, low=0, high=MAX_SHARED)

@@ -181,6 +181,8 @@ class MoeAlignBlockSizeOp(JitOp):
         a = AlignArgs(*args)
         if a.expert_map is not None:
             _peers.refuse(self.op, KernelBackend.AOT, "it has no expert_map")
+        if not a.topk_ids.is_contiguous():
+            _peers.refuse(self.op, KernelBackend.AOT, "it takes contiguous ids")
         run = _peers.sglang("moe.moe_align", "moe_align_block_size")
         sums = a.topk_ids.new_empty(a.num_experts + 2)
         outputs = (a.sorted_token_ids, a.expert_ids, a.num_tokens_post_padded, sums)

@@ -11,7 +11,7 @@ from hpcjit import checks, tune
 from hpcjit.errors import ArgumentError
 from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
-from hpcjit.ops._tensors import accumulation_dtype, compiling, distinct, overwrites_none, require
+from hpcjit.ops._tensors import accumulation_dtype, compiling, distinct, overwrites_none, require_rank
 from hpcjit.ops.gemm import _router_plan
 from hpcjit.ops.gemm._router_gemm import check_factors, router_gemm_op
 from hpcjit.ops.moe import _router_topk_plan
@@ -218,11 +218,11 @@ def router_topk(
     By one kernel or by two, whichever is faster; logits pass through memory of the stream (see `hpcjit.workspace`): 4 bytes
     for each token and expert. Safe under CUDA graphs once the signature has run or been prewarmed.
     """
-    require(RouterTopkOp.op, "x", x, 2)
-    require(RouterTopkOp.op, "weight", weight, 2)
+    require_rank(RouterTopkOp.op, "x", x, 2)
+    require_rank(RouterTopkOp.op, "weight", weight, 2)
     if weights is None or ids is None:
         shape = x.shape[0], weight.shape[0]
-        like = x.new_empty(1, dtype=torch.float32).expand(shape)
+        like = torch.empty(1, dtype=torch.float32, device=x.device).expand(shape)
         weights, ids = outputs(RouterTopkOp.op, like, top_k, num_shared_experts, weights, ids)
     args = (x, weight, top_k, scoring, num_groups, topk_groups, renormalize, scaling_factor, num_shared_experts, mode)
     tensors = (bias, num_valid_tokens, logits, weights, ids)

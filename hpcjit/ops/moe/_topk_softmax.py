@@ -21,10 +21,10 @@ class TopkSoftmaxOp(GateOp):
     )
 
     def forward_aot(self, *args: Any) -> None:
-        """No shared experts, padding or scaling."""
+        """No shared experts, padding or scaling; no bias, which theirs adds to the logits before the softmax."""
         self.check(*args)
         a = self.gate(*args)
-        self._refuse(KernelBackend.AOT, a, "num_shared_experts", "num_valid_tokens", "scaling_factor")
+        self._refuse(KernelBackend.AOT, a, "num_shared_experts", "num_valid_tokens", "scaling_factor", "bias")
         run = _peers.sglang("moe.moe_topk_softmax", "topk_softmax")
         run(a.weights, a.ids, a.logits, a.renormalize, a.softcap, a.bias)
 
