@@ -122,6 +122,8 @@ class TestDependence:
         ("num_q_heads", {"num_q_heads": 5, "num_kv_heads": 2}),
         ("num_q_heads", {"num_q_heads": 1, "num_kv_heads": 2}),
         ("head_dim", {"head_dim": 96}),
+        ("head_dim", {"head_dim": 128.0}),
+        ("value_head_dim", {"value_head_dim": torch.empty(0)}),
         ("head_dim", {"head_dim": 192}),
         ("max_q_len", {"max_q_len": 9}),
         ("schedule", {"schedule": "fast"}),

@@ -271,7 +271,8 @@ def decode(
         scale: of the logits, positive; None is `head_dim ** -0.5`.
         cu_seqlens_q: int32 `[batch + 1]`, non-decreasing from 0; a request may have no rows. Rows of `q` outside every
             request are not written. None: `max_q_len` rows each.
-        max_q_len: 1 to 8, the most rows of a request; needed with `cu_seqlens_q`, else `total_q / batch`.
+        max_q_len: 1 to 8, the most rows of a request; needed with `cu_seqlens_q`, else `total_q / batch`. Of a request with
+            more rows only so many are seen, as if it had no others: its further rows are not written. Not checked.
         q_scale: of a float8 `q`: a positive number, or float32 `[total_q, num_q_heads]` or `[1]`; None is 1.
         k_scale, v_scale: of float8 caches: a positive number, or float32 `[1]`, `[num_kv_heads]`, or one per token and head
             in the axes of the cache without the last; any strides; None is 1.

@@ -63,6 +63,8 @@ def decode_workspace_bytes(
     checks.choice(_OP, "schedule", schedule, SCHEDULES)
     checks.choice(_OP, "kv_dtype", kv_dtype, _CACHES)
     value_head_dim = head_dim if value_head_dim is None else value_head_dim
+    for name, value in (("head_dim", head_dim), ("value_head_dim", value_head_dim)):
+        checks.integer(_OP, name, value, low=1, high=MAX_LENGTH)
     if (head_dim, value_head_dim) not in HEAD_DIMS:
         supported = ", ".join(f"{dim}/{value}" for dim, value in HEAD_DIMS)
         raise ArgumentError(
