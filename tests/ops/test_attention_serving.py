@@ -13,6 +13,7 @@ from op_tools import same_bits
 from hpcjit import numerics, workspace
 from hpcjit.cases import Maker
 from hpcjit.ops.attention._decode import decode_op
+from hpcjit.ops.attention._decode_schedule import Rules, dynamic
 from hpcjit.ops.attention._decode_shape import DecodeArgs, paged
 from hpcjit.ops.kvcache import reshape_and_cache
 from hpcjit.ops.layernorm import rmsnorm
@@ -291,6 +292,24 @@ class TestSizes:
         m = Maker("cuda")
         for length in (2000, 2003, 2017, 2048):
             judge(Batch((length, *[2048] * others), q_lens=5, kv_heads=1, group=2, head_dim=64, sinks=True)(m))
+
+    # One group of shares and several, the last of which has 1, 2, 3 or 12 of them.
+    PARTS = (6, 12, 13, 14, 15, 24, 25, 26, 27, 36, 37, 38, 39, 60, 61, 62)
+
+    def one_request(self, parts: int) -> Batch:
+        return Batch((parts * 128 - 5,), kv_heads=1, group=8)
+
+    @pytest.mark.parametrize("parts", PARTS)
+    def test_number_of_parts_is_what_it_says(self, parts: int):
+        plan = decode_op.plan(*self.one_request(parts)(Maker("meta")))
+        names = ("num_kv_heads", "workers", "splits", "least", "whole", "slack", "less", "margin")
+        rules = Rules(**{name: int(plan.values[name]) for name in names}, tile=plan.config.tile)
+        assert len(dynamic([parts * 128 // plan.config.tile], rules)) == parts
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("parts", PARTS)
+    def test_number_of_parts(self, parts: int):
+        judge(self.one_request(parts)(Maker("cuda")))
 
     def test_ragged_and_cut(self, m: Maker):
         judge(Batch((9000, 3, 4001, 0, 64), q_lens=(3, 1, 8, 2, 0), kv_heads=1, group=3)(m))
