@@ -44,9 +44,10 @@ def expert_share(a: FusedMoeArgs, rank: int, ranks: int) -> FusedMoeArgs:
 
 
 def tensor_share(a: FusedMoeArgs, rank: int, ranks: int) -> FusedMoeArgs:
-    """A slice of every expert; whole blocks of scales, so that those need not be cut."""
-    if a.intermediate_size % (BLOCK * ranks):
-        raise SystemExit(f"--inner must be a multiple of {BLOCK * ranks} for {ranks} ranks")
+    """A slice of every expert; in `fp8_block` whole blocks of scales, so that those need not be cut."""
+    least = {"bf16": 8, "fp8_block": BLOCK}.get(a.quant, 16)
+    if a.intermediate_size % (least * ranks):
+        raise SystemExit(f"--inner must be a multiple of {least * ranks} for {ranks} ranks in {a.quant}")
 
     def rows(value: torch.Tensor, size: int) -> torch.Tensor:  # of gate and of up
         cut = value.unflatten(1, (2, size))[:, :, size * rank // ranks : size * (rank + 1) // ranks]
@@ -65,6 +66,8 @@ def tensor_share(a: FusedMoeArgs, rank: int, ranks: int) -> FusedMoeArgs:
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """The largest normalised difference of a token's results."""
+    if not len(a):
+        return 0.0
     a, b = a.double(), b.double()
     return float((1 - 2 * (a * b).sum(-1) / (a.square() + b.square()).sum(-1).clamp_min(1e-300)).max())
 

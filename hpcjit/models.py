@@ -14,6 +14,7 @@ import torch
 from hpcjit.errors import FormatError
 from hpcjit.jit_op import JitOp
 from hpcjit.ops.attention._decode_shape import HEAD_DIMS, MAX_GROUP
+from hpcjit.ops.moe._fused_moe_args import MAX_EXPERTS, MAX_TOP_K
 from hpcjit.replay import dtype_of
 from hpcjit.usages import USAGES, Sizes, Usage, calls_of
 
@@ -42,6 +43,7 @@ class Model:
     num_kv_heads: int
     head_dim: int
     num_experts: int | None
+    moe_intermediate_size: int | None
     top_k: int | None
     num_groups: int | None  # of experts, where the choice is restricted to some of them
     topk_groups: int | None
@@ -88,6 +90,7 @@ class _Fields:
             num_kv_heads=self._size("num_key_value_heads", needed=False) or heads,
             head_dim=self._size("head_dim", needed=False) or self._quotient(hidden, heads),
             num_experts=experts or None,
+            moe_intermediate_size=self._size("moe_intermediate_size", "intermediate_size") if experts else None,
             top_k=self._top_k(experts),
             num_groups=groups[0],
             topk_groups=groups[1],
@@ -181,7 +184,10 @@ def calls_of_model(
     shards: int = 1,
     dtype: torch.dtype | None = None,
 ) -> list[tuple[JitOp, tuple[Any, ...]]]:
-    """The calls of one forward pass, of the operators in `known`, with heads and widths divided among `shards` GPUs."""
+    """The calls of one forward pass, of the operators in `known`, with heads and widths divided among `shards` GPUs.
+
+    Every GPU has all experts, cut along their inner size; one that has some of them whole is not covered.
+    """
     calls = []
     dtype = dtype or model.dtype
     for op, usage in USAGES.items():
@@ -189,8 +195,10 @@ def calls_of_model(
             for sizes in _sizes(model, usage, shards):
                 if op in ("gemm.router_gemm", "moe.router_topk") and dtype == torch.float32:
                     continue
-                if op != "attention.decode" or _attends(sizes, dtype):
-                    calls += calls_of(op, sizes, tokens, dtype)
+                if op == "attention.decode" and not _attends(sizes, dtype):
+                    continue
+                if op != "moe.fused_moe" or _mixes(sizes, model.fp8):
+                    calls += calls_of(op, sizes, tokens, dtype, model.fp8)
     return calls
 
 
@@ -199,6 +207,13 @@ def _attends(sizes: Sizes, dtype: torch.dtype) -> bool:
     num_q_heads, num_kv_heads, head_dim = sizes
     group, rest = divmod(num_q_heads, num_kv_heads)
     return not rest and group <= MAX_GROUP and (head_dim, head_dim) in HEAD_DIMS and dtype != torch.float32
+
+
+def _mixes(sizes: Sizes, fp8: bool) -> bool:
+    """Whether `moe.fused_moe` takes such experts."""
+    num_experts, top_k, hidden_size, inner = sizes
+    step = 16 if fp8 else 8
+    return num_experts <= MAX_EXPERTS and top_k <= MAX_TOP_K and not hidden_size % step and not inner % step
 
 
 def _uses(model: Model, op: str, usage: Usage) -> bool:
@@ -222,6 +237,7 @@ def _sizes(model: Model, usage: Usage, shards: int) -> list[Sizes]:
     """The values of the operator's sizes; none when the model has no such thing."""
     if usage.sizes == ("intermediate_size",):
         return [(max(size // shards, 1),) for size in model.intermediate_sizes]
-    divided = {"num_q_heads": model.num_q_heads, "num_kv_heads": model.num_kv_heads}
-    sizes = [max(divided[name] // shards, 1) if name in divided else getattr(model, name) for name in usage.sizes]
-    return [] if None in sizes else [tuple(sizes)]
+    if any(getattr(model, name) is None for name in usage.sizes):
+        return []
+    divided = ("num_q_heads", "num_kv_heads", "moe_intermediate_size")
+    return [tuple(max(getattr(model, name) // (shards if name in divided else 1), 1) for name in usage.sizes)]

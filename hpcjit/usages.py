@@ -17,7 +17,7 @@ from hpcjit.spec import did_you_mean
 PAGE_SIZE = 64
 BLOCK_SIZE = 64  # of the pairs that go to one expert; it changes no code
 TILE_ROWS = 64  # of a grouped product
-INNER_SIZE = 256  # of an expert; ranks have a share of it, and it changes no code
+INNER_SIZE = 256  # features of a grouped product; it changes no code
 
 Sizes = tuple[int, ...]
 
@@ -28,6 +28,7 @@ class Make:
 
     tokens: int
     dtype: torch.dtype
+    fp8: bool = True  # weights of experts
 
     def rows(self, *sizes: int) -> torch.Tensor:
         return torch.empty(self.tokens, *sizes, dtype=self.dtype, device="meta")
@@ -107,15 +108,17 @@ def _grouped_gemm(m: Make, num_experts: int, top_k: int, hidden_size: int) -> An
     return ops.moe.grouped_gemm(x, weight, tiles, count, TILE_ROWS)
 
 
-def _fused_moe(m: Make, num_experts: int, top_k: int, hidden_size: int) -> Any:
-    """With scales of blocks, as checkpoints in FP8 have them."""
+def _fused_moe(m: Make, num_experts: int, top_k: int, hidden_size: int, moe_intermediate_size: int) -> Any:
+    """In FP8 with scales of blocks, as checkpoints have them."""
     x = m.weight(m.tokens, hidden_size, dtype=torch.bfloat16)
-    inner, blocks = INNER_SIZE // 128, -(-hidden_size // 128)
+    inner, blocks = -(-moe_intermediate_size // 128), -(-hidden_size // 128)
     weights = [
-        m.weight(num_experts, *size, dtype=torch.float8_e4m3fn)
-        for size in ((2 * INNER_SIZE, hidden_size), (hidden_size, INNER_SIZE))
+        m.weight(num_experts, *size, dtype=torch.float8_e4m3fn if m.fp8 else torch.bfloat16)
+        for size in ((2 * moe_intermediate_size, hidden_size), (hidden_size, moe_intermediate_size))
     ]
     ids, probabilities = (m.weight(m.tokens, top_k, dtype=dtype) for dtype in (torch.int32, torch.float32))
+    if not m.fp8:
+        return ops.moe.fused_moe(x, *weights, ids, probabilities, quant="bf16")
     w13_scale = m.weight(num_experts, 2 * inner, blocks, dtype=torch.float32)
     w2_scale = m.weight(num_experts, blocks, inner, dtype=torch.float32)
     scales = {"w13_scale": w13_scale, "w2_scale": w2_scale}
@@ -194,7 +197,7 @@ USAGES: dict[str, Usage] = {
     "moe.moe_plan": Usage(("num_experts", "top_k"), _plan),
     "moe.moe_reduce": Usage(("top_k", "hidden_size"), _reduce),
     "moe.grouped_gemm": Usage(("num_experts", "top_k", "hidden_size"), _grouped_gemm),
-    "moe.fused_moe": Usage(("num_experts", "top_k", "hidden_size"), _fused_moe, fp8=True),
+    "moe.fused_moe": Usage(("num_experts", "top_k", "hidden_size", "moe_intermediate_size"), _fused_moe),
 }
 
 
@@ -205,8 +208,10 @@ def usage_of(op: str) -> Usage:
     return USAGES[op]
 
 
-def calls_of(op: str, sizes: Sizes, tokens: Sequence[int], dtype: torch.dtype) -> list[tuple[JitOp, tuple[Any, ...]]]:
-    """The calls that `op` amounts to for each number of tokens, with tensors that have no memory."""
+def calls_of(
+    op: str, sizes: Sizes, tokens: Sequence[int], dtype: torch.dtype, fp8: bool = True
+) -> list[tuple[JitOp, tuple[Any, ...]]]:
+    """The calls that `op` amounts to for each number of tokens, with tensors that have no memory; of experts in FP8 or not."""
     usage = usage_of(op)
     if len(sizes) != len(usage.sizes):
         expected = " x ".join(("num_tokens", *usage.sizes))
@@ -214,7 +219,7 @@ def calls_of(op: str, sizes: Sizes, tokens: Sequence[int], dtype: torch.dtype) -
         raise ArgumentError(op, "--shapes", f"of the form {expected}", got)
     with collected() as calls:
         for count in tokens:
-            usage.call(Make(count, dtype), *sizes)
+            usage.call(Make(count, dtype, fp8), *sizes)
     return calls
 
 

@@ -74,10 +74,18 @@ class TestDecodeAttention:
 
 
 class TestMoeParallel:
-    @pytest.mark.parametrize(("mode", "quant"), [("ep", "fp8_tensor"), ("tp", "fp8_block"), ("tp", "fp8_channel")])
-    def test_two_ranks_add_up_to_the_whole(self, mode: str, quant: str):
+    @pytest.mark.parametrize(
+        ("mode", "quant", "tokens", "inner"),
+        [
+            ("ep", "fp8_tensor", "9", "256"),
+            ("tp", "fp8_block", "9", "256"),
+            ("tp", "fp8_channel", "9", "384"),
+            ("tp", "bf16", "0", "16"),
+        ],
+    )
+    def test_two_ranks_add_up_to_the_whole(self, mode: str, quant: str, tokens: str, inner: str):
         """With gloo, on CPUs."""
-        options = ["--mode", mode, "--quant", quant, "--tokens", "9"]
+        options = ["--mode", mode, "--quant", quant, "--tokens", tokens, "--inner", inner]
         environment = {
             **os.environ,
             "CUDA_VISIBLE_DEVICES": "",
@@ -89,7 +97,7 @@ class TestMoeParallel:
             [*launcher, str(MOE), *options], capture_output=True, text=True, env=environment, timeout=300
         )
         assert done.returncode == 0, done.stderr
-        assert f"{mode} on 2 ranks (cpu), {quant}, 9 tokens" in done.stdout
+        assert f"{mode} on 2 ranks (cpu), {quant}, {tokens} tokens" in done.stdout
         assert done.stdout.rstrip().endswith(": ok")
 
     def test_inner_sizes_that_cut_a_block(self):

@@ -13,6 +13,7 @@ from hpcjit.cases import cases_of
 from hpcjit.cli import main
 from hpcjit.errors import ArgumentError, FormatError
 from hpcjit.ops.layernorm import rmsnorm
+from hpcjit.ops.moe._fused_moe_args import FusedMoeArgs
 from hpcjit.registry import ops
 
 LLAMA = {
@@ -73,6 +74,7 @@ class TestItems:
 
     def test_every_described_usage_makes_a_kernel(self):
         sizes = {"hidden_size": 4096, "intermediate_size": 4096, "num_experts": 128, "top_k": 8}
+        sizes |= {"moe_intermediate_size": 192}
         sizes |= {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "num_groups": 8, "topk_groups": 4}
         assert set(usages.USAGES) == set(ops())
         for op, usage in usages.USAGES.items():
@@ -94,6 +96,19 @@ class TestModels:
         called = {op.op for op, _ in models.calls_of_model(model, ops())}
         assert {"moe.topk_softmax", "quantization.per_token_group_quant_fp8"} <= called
         assert model.intermediate_sizes == (14336, 1536)
+
+    @pytest.mark.parametrize(
+        ("fp8", "shards", "inner"), [(True, 8, 192), (False, 8, 192), (False, 1, 1536), (True, 64, 0)]
+    )
+    def test_experts_as_they_are_called(self, tmp_path: Path, fp8: bool, shards: int, inner: int):
+        """In the checkpoint's own kind, each cut along its inner size; none where the rest is too narrow."""
+        config = QWEN_MOE if fp8 else {k: v for k, v in QWEN_MOE.items() if k != "quantization_config"}
+        model = models.load(write(tmp_path, config))
+        calls = [FusedMoeArgs(*args) for _, args in models.calls_of_model(model, ["moe.fused_moe"], [1, 64], shards)]
+        assert len(calls) == (2 if inner else 0)
+        for a in calls:
+            assert a.quant == ("fp8_block" if fp8 else "bf16")
+            assert (a.num_experts, a.intermediate_size) == (128, inner)
 
     def test_the_gate_follows_the_model(self, tmp_path: Path):
         deepseek = {**QWEN_MOE, "num_experts": 256, "scoring_func": "sigmoid", "n_group": 8, "topk_group": 4}

@@ -151,7 +151,7 @@ GRID = [
         _twice,
     ),
     Mixed(Experts(128, 40, 256, 64, 9, "bf16", False), "more pairs than blocks find by themselves"),
-    Mixed(Experts(700, 16, 1536, 64, 8, shared=True), "pairs are sorted by several blocks, rows kept in bfloat16"),
+    Mixed(Experts(700, 16, 1536, 64, 8, shared=True), "pairs are sorted by several blocks"),
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from fused_moe_grid import gaps
@@ -308,10 +310,14 @@ class TestPlan:
     @every_mode
     def test_parts_of_the_workspace_do_not_overlap(self, quant: str, codes: bool):
         a = made(Maker("meta"), 300, 8, 512, 192, 4, quant=quant, codes=codes)
-        plan = fused_moe_op.plan(*a)
-        offsets = sorted(v for n, v in plan.values.items() if n.startswith("at_"))
-        assert all(offset % 256 == 0 for offset in offsets)
-        assert plan.values["at_rows"] + 300 * 4 * 512 * 2 <= plan.workspace_bytes
+        plan, pairs, fp8 = fused_moe_op.plan(*a), 300 * 4, quant != "bf16"
+        least = {"sorted": 4 * pairs, "position": 4 * pairs, "rows": pairs * 512 * 2, "tiles": 16 * (1 + pairs // 192)}
+        least |= {"hidden": pairs * 192 * (1 if fp8 else 2), **({"hidden_scale": 4 * pairs * 3} if fp8 else {})}
+        least |= {"x": 300 * 512, "x_scale": 4 * 300} if fp8 and not codes else {}
+        begins = sorted((plan.values[f"at_{name}"], name) for name in least)
+        for (begin, name), (end, _) in pairwise([*begins, (plan.workspace_bytes, "")]):
+            assert begin % 256 == 0, name
+            assert end - begin >= least[name], name
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("tokens", "top_k"), [(4, 1), (100, 1), (128, 3), (128, 8), (300, 1), (600, 1), (900, 1)])
@@ -372,6 +378,11 @@ def _bad(m: Maker) -> dict[str, tuple[FusedMoeArgs, dict, str]]:
         "out": (plain, {"out": plain.out[:, :128]}, "out"),
         "rows off 16 bytes": (plain, {"x": gaps(plain.x, 3)}, "x"),
         "out over the weights": (plain, {"out": plain.w13.view(-1)[:1024].view(4, 256)}, "out"),
+        "weights of pairs in out": (
+            plain,
+            {"topk_weights": plain.out.view(-1)[:16].view(torch.float32).view(4, 2)},
+            "out",
+        ),
     }
 
 

@@ -1,4 +1,4 @@
-"""Debug mode of what sorts pairs by expert: ids out of range are named, ids of nobody are not, and otherwise both are alike."""
+"""Debug mode of ids and tiles: those out of range are named, those of nobody are not, and otherwise both are alike."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from op_tools import rejects
 
 from hpcjit.cases import Maker
 from hpcjit.fused_op import reset_decisions
-from hpcjit.ops.moe import moe_align_block_size, moe_plan
+from hpcjit.ops.moe import grouped_gemm, moe_align_block_size, moe_plan
 
 
 @pytest.fixture
@@ -61,3 +61,25 @@ def test_otherwise_they_are_of_no_expert(m: Maker, bad: int):
     assert positions[4, 3] == positions[5, 0] == -1
     entries, *_ = moe_align_block_size(with_bad(m, bad), 8, 16)
     assert not ((entries == 4 * 4 + 3) | (entries == 5 * 4)).any()
+
+
+@pytest.mark.parametrize(
+    ("tile", "count"),
+    [
+        ([-1, 0, 8, 0], 1),
+        ([2, 0, 8, 0], 1),
+        ([0, 4, 8, 0], 1),
+        ([0, -4, 8, 0], 1),
+        ([0, 0, -1, 0], 1),
+        ([0, 0, 8, 0], 3),
+    ],
+)
+def test_tiles(m: Maker, debug, tile: list[int], count: int):
+    """Those that count must have an expert and rows; what lies behind them may be anything."""
+    x, weight = m.normal(8, 64), m.normal(2, 16, 64)
+    tiles = m.integers(0, 1, 2, 4)
+    tiles[0], tiles[1] = torch.tensor([1, 0, 8, 0]), torch.tensor([-7, 99, 99, 0])
+    grouped_gemm(x, weight, tiles, torch.ones(1, dtype=torch.int32, device=m.device), 16)
+    tiles[0] = torch.tensor(tile)
+    with rejects("moe.grouped_gemm", "num_tiles" if count > 2 else "tiles"):
+        grouped_gemm(x, weight, tiles, torch.full((1,), count, dtype=torch.int32, device=m.device), 16)

@@ -81,7 +81,8 @@ def fused_moe(
 
     Pairs whose expert is not here (`e` outside of `[0, num_experts)`, such as an id of -1) contribute nothing; a token with no
     other pair gets zeros or its shared_output. Weights stay as checkpoints have them. For expert parallelism give the experts
-    of this rank and expert_offset, for tensor parallelism a slice of intermediate_size; then add up over the ranks.
+    of this rank and expert_offset, for tensor parallelism a slice of intermediate_size, in "fp8_block" one that begins at a
+    multiple of 128 or has scales of its own; then add up over the ranks.
 
     Args:
         x: `[num_tokens, hidden_size]`, any number of tokens: bfloat16, or float8_e4m3fn with x_scale. Rows at any stride of
@@ -108,8 +109,9 @@ def fused_moe(
         activation: "silu", or "gelu" (with erf).
         shared_output: None, or bfloat16 `[num_tokens, hidden_size]`, added to the result.
         expert_offset: the global number of the first expert here.
-        num_global_experts: None, or how many experts all ranks have together. It changes no result. By default debug mode
-            takes all ids below 1024, or below those here where they end later.
+        num_global_experts: None, or how many experts all ranks have together: only a part of the pairs is then expected here,
+            and the form for few tokens, which rounds otherwise (below), may be taken for more. By default debug mode takes all
+            ids below 1024, or below those here where they end later.
         apply_weights_on_input: multiply a pair's gate and up products by its weight, in place of its result.
         out: bfloat16 `[num_tokens, hidden_size]`; may be x or shared_output. A new tensor by default.
         backend: run this backend or fail.

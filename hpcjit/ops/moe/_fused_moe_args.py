@@ -197,4 +197,5 @@ def _check_rows(op: str, a: FusedMoeArgs) -> None:
             checks.tensor(op, name, value, dtypes=_BF16, shape=tuple(a.x.shape), like=a.x)
             aligned(op, name, value)
     distinct(op, "out", a.out)
-    overwrites_none(op, "out", a.out, {"w13": a.w13, "w2": a.w2})
+    read = ("w13", "w2", "topk_ids", "topk_weights", "w13_scale", "w2_scale", "x_scale")
+    overwrites_none(op, "out", a.out, {name: getattr(a, name) for name in read})

@@ -14,7 +14,7 @@ from hpcjit.fused_op import define
 from hpcjit.jit_op import NOTHING, JitOp, Plan
 from hpcjit.ops._tensors import compiling, distinct, overwrites_none, require
 from hpcjit.ops.gemm._router_gemm import tf32
-from hpcjit.ops.moe import _fused_moe_args, _fused_moe_reference
+from hpcjit.ops.moe import _fused_moe_args, _fused_moe_reference, _ids
 from hpcjit.ops.moe._fused_moe_args import BLOCK, MAX_EXPERTS, MAX_PAIRS, MAX_SIZE, QUANT, ceil_div
 from hpcjit.ops.moe._fused_moe_space import down_per_sm, row_stride
 
@@ -80,6 +80,10 @@ class GroupedGemmOp(JitOp):
         named = {name: value for name, value in a._asdict().items() if isinstance(value, torch.Tensor)}
         overwrites_none(self.op, "out", a.out, {name: value for name, value in named.items() if name != "out"})
         checks.no_grad(self.op, **named)
+
+    def check_values(self, *args: Any) -> None:
+        a = GroupedGemmArgs(*args)
+        _ids.check_tiles(self.op, a.tiles, a.num_tiles, a.tile_rows, a.weight.shape[0], a.x.shape[0])
 
     def _check_factors(self, a: GroupedGemmArgs) -> None:
         dtype = (torch.bfloat16 if a.quant == "bf16" else torch.float8_e4m3fn,)
@@ -195,9 +199,10 @@ def grouped_gemm(
         x: `[num_rows, hidden_size]`, rows sorted by expert: bfloat16, or float8_e4m3fn with the FP8 kinds of quant. Rows at
             any stride of whole 16 bytes; hidden_size a multiple of 16 (bfloat16: of 8).
         weight: `[num_experts, features, hidden_size]` of the same dtype, contiguous. Up to 512 experts.
-        tiles: int32 `[any, 4]`: expert, first row, number of rows, 0, as `moe_plan` makes them. Experts and rows are not
-            checked: one that does not exist is read all the same. Of a tile with more rows than tile_rows only so many count.
-        num_tiles: int32 `[1]`, how many of them count, at most all; read on the device.
+        tiles: int32 `[any, 4]`: expert, first row, number of rows, 0, as `moe_plan` makes them. Of a tile with more rows than
+            tile_rows only so many count. Only debug mode looks whether experts and rows exist: otherwise those that do not
+            are read and written all the same.
+        num_tiles: int32 `[1]`, how many of them count, at most all (likewise); read on the device.
         tile_rows: 16, 32, 64, 128 or 192, the most rows of a tile.
         x_scale, weight_scale: float32, of FP8; a value is its code times its scale.
 

@@ -29,3 +29,25 @@ def check(op: str, name: str, ids: torch.Tensor, limit: int) -> None:
         token, k = divmod(int(wrong[0]), ids.shape[1])
         got = f"{int(ids[token, k])} at position [{token}, {k}] ({wrong.numel()} such entries)"
         raise ArgumentError(op, name, f"-1 or in [0, {limit})", got)
+
+
+def check_tiles(
+    op: str, tiles: torch.Tensor, num_tiles: torch.Tensor, tile_rows: int, num_experts: int, num_rows: int
+) -> None:
+    """Raise for the first tile that counts and has an expert or rows that do not exist. Reads from the device.
+
+    Raises:
+        ArgumentError: names the argument, the tile and what it says.
+    """
+    if tiles.is_meta:
+        return
+    count = int(num_tiles)
+    if not 0 <= count <= tiles.shape[0]:
+        raise ArgumentError(op, "num_tiles", f"in [0, {tiles.shape[0]}] (rows of tiles)", count)
+    expert, first, rows = tiles[:count, :3].long().unbind(1)
+    end = first + rows.clamp(max=tile_rows)
+    wrong = (expert < 0) | (expert >= num_experts) | (first < 0) | (rows < 0) | (end > num_rows)
+    if bool(wrong.any()):
+        index = int(wrong.nonzero()[0])
+        expected = f"of experts in [0, {num_experts}) and rows in [0, {num_rows}]"
+        raise ArgumentError(op, "tiles", expected, f"{tiles[index].tolist()} at {index}")
