@@ -160,6 +160,19 @@ class TestDebugMode:
         with pytest.raises(ArgumentError, match=rf"'seq_lens'.*in \[0, 12\].*got {bad} at request 1 \("):
             run(a)
 
+    @pytest.mark.parametrize(
+        ("starts", "request_"),
+        [((0, 4, 5, 6), 0), ((0, 2, 1, 3), 1), ((-1, 0, 1, 2), 0), ((0, 1, 2, 10), 2), ((0, 2, 4, 7), 2)],
+    )
+    def test_rows(self, m: Maker, debug, starts: tuple[int, ...], request_: int):
+        """More than max_q_len, back, or past the ends of q."""
+        a = Batch((9, 5, 12), q_lens=(2, 2, 2), kv_heads=1, group=2, page=4).named(m)
+        run(a)
+        assert a.q.shape[0] == 9
+        bad = torch.tensor(starts, dtype=torch.int32, device=m.device)
+        with pytest.raises(ArgumentError, match=rf"'cu_seqlens_q' must be .*\[0, 9\].*for request {request_}$"):
+            run(a._replace(cu_seqlens_q=bad))
+
 
 class TestLengthsAreClamped:
     @pytest.mark.parametrize("bad", [-1, -(2**31), 2**31 - 1])

@@ -56,6 +56,19 @@ class DecodeOp(JitOp):
         self._check_outputs(a)
         checks.no_grad(self.op, **{k: v for k, v in a._asdict().items() if isinstance(v, torch.Tensor)})
 
+    def check_values(self, *args: Any) -> None:
+        a = DecodeArgs(*args)
+        if a.cu_seqlens_q is None or a.cu_seqlens_q.is_meta:
+            return
+        starts, total_q = a.cu_seqlens_q.long(), a.q.shape[0]
+        rows = starts.diff()
+        wrong = ((starts[:-1] < 0) | (rows < 0) | (rows > a.max_q_len) | (starts[1:] > total_q)).nonzero().flatten()
+        if wrong.numel():
+            request = int(wrong[0])
+            expected = f"non-decreasing in [0, {total_q}] by at most {a.max_q_len} (max_q_len)"
+            got = f"{starts[request]} and {starts[request + 1]} for request {request}"
+            raise ArgumentError(self.op, "cu_seqlens_q", expected, got)
+
     def _check_options(self, a: DecodeArgs) -> None:
         checks.choice(self.op, "layout", a.layout, LAYOUTS)
         checks.choice(self.op, "schedule", a.schedule, SCHEDULES)
@@ -272,7 +285,7 @@ def decode(
         cu_seqlens_q: int32 `[batch + 1]`, non-decreasing from 0; a request may have no rows. Rows of `q` outside every
             request are not written. None: `max_q_len` rows each.
         max_q_len: 1 to 8, the most rows of a request; needed with `cu_seqlens_q`, else `total_q / batch`. Of a request with
-            more rows only so many are seen, as if it had no others: its further rows are not written. Not checked.
+            more rows only so many are seen, as if it had no others: its further rows are not written.
         q_scale: of a float8 `q`: a positive number, or float32 `[total_q, num_q_heads]` or `[1]`; None is 1.
         k_scale, v_scale: of float8 caches: a positive number, or float32 `[1]`, `[num_kv_heads]`, or one per token and head
             in the axes of the cache without the last; any strides; None is 1.
@@ -294,9 +307,9 @@ def decode(
     Raises:
         ArgumentError: a wrong dtype, shape, stride, alignment or device, an unsupported combination (says what is supported),
             scales of what is not float8, a number that float32 does not hold, a tensor that requires grad, an output that
-            begins where an input does. With HPCJIT_DEBUG=1 also a length below 0 or past `table_width * page_size`, and a page
-            id of a live token outside of the pool, with request and position; without it such lengths are clamped, and the
-            result of such a request is undefined.
+            begins where an input does. With HPCJIT_DEBUG=1 also a length below 0 or past `table_width * page_size`, rows in
+            `cu_seqlens_q` that do not exist or are more than `max_q_len`, and a page id of a live token outside of the pool,
+            with request and position; without it such lengths are clamped, and the result of such a request is undefined.
 
     Every call with the same arguments gives the same bits. Safe under CUDA graphs once the signature has run or been
     prewarmed: lengths, rows and pages are read on the device and may change between replays. Blocks that share a request wait
