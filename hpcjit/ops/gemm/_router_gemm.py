@@ -159,7 +159,8 @@ def router_gemm(
         backend: run this backend or fail.
 
     Returns:
-        `out`. Sums are float32, in a fixed order: bits repeat, and a row's do not depend on what other rows hold.
+        `out`. Sums are float32, in a fixed order: bits repeat, and a row's depend on it, the weights and the number of rows,
+        not on what other rows hold.
 
         Infinities, NaN and weights near the largest float32 give what a float32 product gives; finding that out costs time.
         Of weights below 2^-110 what lies under 2^-133 is lost; with float16 activations, of any weight what lies under 2^-36.
