@@ -266,7 +266,7 @@ def decode(
         lse   = log(sum of exp(s[t]) over seen, + exp(sinks[h]))
         out   = sum of exp(s[t] - lse) * v[t] over seen
 
-    A row that sees no token gets out 0 and lse -inf (the sink, if there are sinks). Arithmetic is float32.
+    A row that sees no token gets out 0 and lse -inf (the sink, if there are sinks). Sums are float32.
 
     Args:
         q: `[total_q, num_q_heads, head_dim]`, bfloat16, float16 or float8_e4m3fn; heads at multiples of 16 bytes, otherwise

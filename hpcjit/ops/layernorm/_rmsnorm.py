@@ -78,7 +78,7 @@ def rmsnorm(
         backend: run this backend or fail; see `hpcjit ops show layernorm.rmsnorm`.
 
     Returns:
-        `out`. Computed in float32 and rounded once; a row's bits depend on that row alone and repeat.
+        `out`. Computed in float32 and rounded once; bits repeat, and a row's do not depend on what other rows hold.
 
     Raises:
         ArgumentError: a wrong dtype, shape, stride or device, or a tensor that requires grad.

@@ -13,7 +13,7 @@ from hpcjit.ops._tensors import distinct, overwrites_none
 QUANT = ("bf16", "fp8_tensor", "fp8_channel", "fp8_block")
 ACTIVATIONS = ("silu", "gelu")
 BLOCK = 128  # features that share a scale in "fp8_block"
-HIDDEN_GROUP = 64  # features of the hidden activation that share one, in every FP8 mode
+HIDDEN_GROUP = 64  # features of the hidden activation that share one; fewer in the form for few tokens
 MAX_EXPERTS = 512
 MAX_TOP_K = 32
 MAX_PAIRS = 2**25
